@@ -1,0 +1,8 @@
+"""The worker: computes gradients on its own data and pushes them to the parameter server.
+
+Importing this package needs no TensorFlow; only `worker.graph` and `worker.models` do.
+"""
+
+from worker.definitions import Dataset, Model
+
+__all__ = ["Dataset", "Model"]
