@@ -5,7 +5,7 @@ A layout is a pure function of the manifest, so both sides compute the same one 
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -26,6 +26,8 @@ SMALL_BYTES = 1 << 20
 MAX_NAME_BYTES = 512
 MAX_DIMENSIONS = 16
 MAX_VARIABLES = 100_000
+MAX_ROW_BYTES = 1024
+"""One row of a manifest on the wire: the longest name, sixteen dimensions, and the rest."""
 
 SHARED = -1
 """Owner of a variable that all ranks share."""
@@ -83,9 +85,7 @@ class VariableSpec:
     def __post_init__(self) -> None:
         name_bytes = len(self.name.encode("utf-8", "replace"))
         if not 0 < name_bytes <= MAX_NAME_BYTES or not self.name.isprintable():
-            raise ValueError(
-                f"a variable's name must be 1 to {MAX_NAME_BYTES} printable bytes: {self.name[:80]!r}"
-            )
+            raise ValueError(f"a variable's name must be 1 to {MAX_NAME_BYTES} printable bytes: {self.name[:80]!r}")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"variable {self.name!r}: dtype {self.dtype!r} cannot travel")
         if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
@@ -143,28 +143,30 @@ class Manifest:
             )
         )
 
-    def to_wire(self) -> list[list[Any]]:
-        """Return the manifest as plain lists for msgpack: `[name, shape, dtype, kind, owner]` each."""
-        return [[v.name, list(v.shape), v.dtype, v.kind.value, v.owner] for v in self.variables]
+    def to_wire(self) -> bytes:
+        """Return msgpack rows `[name, shape, dtype, kind, owner]`, one after another."""
+        return b"".join(
+            msgpack.packb([v.name, list(v.shape), v.dtype, v.kind.value, v.owner]) for v in self.variables
+        )
 
     @classmethod
-    def from_wire(cls, rows: object) -> "Manifest":
-        """Rebuild a manifest from `to_wire`'s lists.
+    def from_wire(cls, rows: bytes) -> "Manifest":
+        """Rebuild a manifest from `to_wire`'s bytes.
+
+        Each row is measured before it is decoded, so what is allocated stays near what was received.
 
         Raises:
-            RemoteProtocolError: the rows are not a manifest.
+            RemoteProtocolError: the bytes are not a manifest.
         """
-        if not isinstance(rows, list):
-            raise RemoteProtocolError("the manifest is not a list")
         try:
-            return cls(tuple(_spec_from_wire(row) for row in rows))
-        except ValueError as error:
-            raise RemoteProtocolError(f"the manifest is not valid: {error}") from error
+            return cls(tuple(_spec_from_wire(row) for row in _rows(rows)))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise RemoteProtocolError(f"the manifest is not valid: {error!r:.200}") from error
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the wire form, in hex."""
-        return hashlib.sha256(msgpack.packb(self.to_wire())).hexdigest()
+        return hashlib.sha256(self.to_wire()).hexdigest()
 
     def check_same_variables(self, other: "Manifest", ours: str, theirs: str) -> None:
         """Compare by name, whatever the order.
@@ -189,6 +191,22 @@ class Manifest:
 
 def _view(spec: VariableSpec | None) -> str:
     return spec.describe() if spec else "no such variable"
+
+
+def _rows(data: bytes) -> Iterator[object]:
+    walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+    walker.feed(data)
+    start, count = 0, 0
+    while start < len(data):
+        walker.skip()
+        end = walker.tell()
+        count += 1
+        if end - start > MAX_ROW_BYTES or count > MAX_VARIABLES:
+            raise ValueError(f"row {count} is too long, or there are more than {MAX_VARIABLES}")
+        yield msgpack.unpackb(
+            data[start:end], strict_map_key=True, max_array_len=MAX_DIMENSIONS, max_map_len=0, max_ext_len=0
+        )
+        start = end
 
 
 def _spec_from_wire(row: object) -> VariableSpec:

@@ -1,0 +1,128 @@
+"""A connection on a channel: whole messages over a socket, sent from several threads, received by one."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from protocol.connection import Connection
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Message, Side
+from protocol.transport import Channel, Deadline, Patience, Wake
+
+RECEIVE_BLOCK = 256 << 10
+"""Block in which an unwanted payload is read and forgotten."""
+
+HANDSHAKE_S = 10.0
+"""Time for each step of the handshake."""
+
+
+class Link:
+    """One peer: its channel, its protocol state, and when it last said something.
+
+    Attributes:
+        channel: the bytes.
+        connection: the state machine.
+        heard_at: monotonic time of the last bytes received.
+        spoke_at: monotonic time of the last bytes sent.
+    """
+
+    def __init__(self, channel: Channel, side: Side, silence_s: float = HANDSHAKE_S) -> None:
+        self.channel = channel
+        self.connection = Connection(side)
+        self.silence_s = silence_s
+        self.heard_at = self.spoke_at = time.monotonic()
+        self._sending = threading.Lock()
+
+    @property
+    def peer(self) -> str:
+        """Address of the peer, for messages."""
+        return self.channel.peer
+
+    def send(self, message: Message, payload: Sequence[memoryview | bytes] = (), size_bytes: int = 0) -> None:
+        """Send a message and its payload as one frame.
+
+        Args:
+            message: what to say.
+            payload: buffers of the payload in order, `size_bytes` in all.
+            size_bytes: their size, which sets how long the transfer may take.
+        """
+        with self._sending:
+            frame = self.connection.send(message)
+            self.channel.send([frame, *payload], Patience(size_bytes, self.silence_s))
+            self.spoke_at = time.monotonic()
+
+    def send_if_quiet(self, message: Message, quiet_s: float) -> None:
+        """Send a small message unless something was sent within `quiet_s`, or is being sent right now."""
+        if time.monotonic() - self.spoke_at < quiet_s or not self._sending.acquire(blocking=False):
+            return
+        try:
+            self.channel.send([self.connection.send(message)], Patience(0, self.silence_s))
+            self.spoke_at = time.monotonic()
+        finally:
+            self._sending.release()
+
+    def wait(self, timeout_s: float, wake: Wake | None = None) -> bool:
+        """Wait for the first byte of a frame; False when the time is over or `wake` was set."""
+        return self.channel.wait(timeout_s, wake)
+
+    def receive(self, deadline: Deadline | None = None) -> Message:
+        """Receive one message, without its payload.
+
+        Args:
+            deadline: when the frame must be whole; the link's silence limit alone if None.
+
+        Raises:
+            NetworkError: the peer closed, fell silent or is too slow.
+            RemoteProtocolError: it said what it may not say here.
+        """
+        patience = Patience(0, self.silence_s, None if deadline is None else deadline.left_s)
+        while True:
+            piece = bytearray(self.connection.needed)
+            self.channel.receive_into(memoryview(piece), patience)
+            self.heard_at = time.monotonic()
+            message = self.connection.feed(bytes(piece))
+            if message is not None:
+                return message
+
+    def receive_payload(self, blocks: Sequence[memoryview]) -> None:
+        """Receive the payload of the last message into `blocks`, whose sizes add up to it."""
+        patience = Patience(self.connection.payload_bytes, self.silence_s)
+        for block in blocks:
+            self.channel.receive_into(block, patience)
+            self.heard_at = time.monotonic()
+        self.connection.payload_received()
+
+    def discard_payload(self) -> None:
+        """Read the payload of the last message and forget it."""
+        left = self.connection.payload_bytes
+        patience = Patience(left, self.silence_s)
+        scratch = memoryview(bytearray(min(left, RECEIVE_BLOCK)))
+        while left:
+            block = scratch[: min(left, RECEIVE_BLOCK)]
+            self.channel.receive_into(block, patience)
+            self.heard_at = time.monotonic()
+            left -= block.nbytes
+        self.connection.payload_received()
+
+    def abort(self) -> None:
+        """Cut the connection, from any thread."""
+        self.channel.abort()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the connection; `linger_s` lets the peer read our last words first."""
+        self.channel.close(linger_s)
+
+
+M = TypeVar("M", bound=Message)
+
+
+def expect(message: Message, kind: type[M]) -> M:
+    """Return a message that must be of one kind.
+
+    Raises:
+        RemoteProtocolError: it is another.
+    """
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"the peer sent {type(message).__name__} where {kind.__name__} was due")
+    return message

@@ -1,0 +1,339 @@
+"""The only module that opens sockets: blocking channels with deadlines, and the translation of OS errors.
+
+A data socket blocks, with `SO_RCVTIMEO` and `SO_SNDTIMEO` of one second (a socket time-out of Python's would defeat
+`MSG_WAITALL`); each expiry asks a `Patience` whether the peer has been silent, or too slow, for too long.
+"""
+
+import contextlib
+import ipaddress
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent
+
+TICK_S = 1.0
+"""How long a blocking call may last before its patience is asked."""
+
+MAX_BUFFERS = 512
+"""Buffers handed to one `sendmsg`; the kernel refuses more than 1024."""
+
+MIN_BYTES_PER_S = 16 << 10
+"""A peer that moves a payload slower than this on average is as good as dead."""
+
+GRACE_S = 10.0
+"""Added to the time that the minimum rate allows."""
+
+BACKLOG = 128
+
+
+@dataclass(frozen=True)
+class Address:
+    """Host (name or number) and port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Deadline:
+    """A point on the monotonic clock that ends a wait of several steps."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return time.monotonic() >= self._end
+
+
+class Patience:
+    """How long one transfer may take: no silence over `silence_s`, and a minimum rate over the whole."""
+
+    def __init__(self, size_bytes: int, silence_s: float, total_s: float | None = None) -> None:
+        now = time.monotonic()
+        self._silence_s = silence_s
+        self._last = now
+        self._end = now + (GRACE_S + size_bytes / MIN_BYTES_PER_S if total_s is None else total_s)
+
+    def moved(self) -> None:
+        """Note that bytes have moved."""
+        self._last = time.monotonic()
+
+    def check(self, peer: str) -> None:
+        """Raise `PeerSilent` when either limit has passed."""
+        now = time.monotonic()
+        if now - self._last >= self._silence_s:
+            raise PeerSilent(f"{peer} has been silent for {now - self._last:.0f} s in mid-transfer")
+        if now >= self._end:
+            raise PeerSilent(f"{peer} moves too few bytes: the transfer has not ended in time")
+
+
+class Channel(Protocol):
+    """Bytes to and from one peer. Plain TCP and TLS stand behind this same interface."""
+
+    peer: str
+
+    def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
+        """Send all buffers in order."""
+
+    def receive_into(self, view: memoryview, patience: Patience) -> None:
+        """Fill `view` completely."""
+
+    def wait(self, timeout_s: float, wake: "Wake | None" = None) -> bool:
+        """Wait until bytes can be read (True), or `wake` was set or time is over (False)."""
+
+    def abort(self) -> None:
+        """Cut the connection from any thread; a call that blocks on it ends with `ConnectionLost`."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; with `linger_s`, wait so long for the peer to close first, so that it reads our last words."""
+
+
+class Wake:
+    """An event that `Channel.wait` can wait for together with its socket."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Wake the waiter; may be called from any thread, and often."""
+        with contextlib.suppress(OSError):  # full: it is set already; closed: nobody waits any more
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget all wake-ups so far."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        self._reader.close()
+        self._writer.close()
+
+
+class PlainChannel:
+    """A TCP connection without encryption."""
+
+    def __init__(self, sock: socket.socket, peer: str, congestion_control: str) -> None:
+        self.peer = peer
+        self._socket = sock
+        sock.settimeout(None)
+        tick = struct.pack("@ll", int(TICK_S), 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _choose_congestion_control(sock, congestion_control)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._woken_by: Wake | None = None
+
+    def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
+        """Send all buffers in order; partial sends are resumed.
+
+        Raises:
+            ConnectionLost: the connection broke.
+            PeerSilent: the peer takes no bytes, or too few.
+        """
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        position = 0
+        while position < len(views):
+            try:
+                sent = self._socket.sendmsg(views[position : position + MAX_BUFFERS])
+            except BlockingIOError:
+                patience.check(self.peer)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            patience.moved()
+            while position < len(views) and sent >= views[position].nbytes:
+                sent -= views[position].nbytes
+                position += 1
+            if sent:
+                views[position] = views[position][sent:]
+            if position < len(views):
+                patience.check(self.peer)
+
+    def receive_into(self, view: memoryview, patience: Patience) -> None:
+        """Fill `view` completely.
+
+        Raises:
+            ConnectionLost: the connection broke or was closed, also in mid-frame.
+            PeerSilent: the peer sends nothing, or too little.
+        """
+        got = 0
+        while got < view.nbytes:
+            try:
+                count = self._socket.recv_into(view[got:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                patience.check(self.peer)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if count == 0:
+                raise ConnectionLost(f"{self.peer} closed the connection")
+            got += count
+            patience.moved()
+            if got < view.nbytes:
+                patience.check(self.peer)
+
+    def wait(self, timeout_s: float, wake: Wake | None = None) -> bool:
+        """Wait until bytes (or the end of the stream) can be read; `wake` or the time-out return False."""
+        if wake is not self._woken_by:
+            if self._woken_by is not None:
+                self._poll.unregister(self._woken_by)
+            if wake is not None:
+                self._poll.register(wake, select.POLLIN)
+            self._woken_by = wake
+        try:
+            ready = self._poll.poll(max(0, int(timeout_s * 1000)))
+        except OSError as error:
+            raise self._lost(error) from error
+        if any(event & select.POLLNVAL for _, event in ready):
+            raise ConnectionLost(f"the connection to {self.peer} was cut")
+        return any(wake is None or descriptor != wake.fileno() for descriptor, _ in ready)
+
+    def abort(self) -> None:
+        """Cut the connection from any thread: the peer gets a reset, blocked calls here end."""
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the socket; with `linger_s`, read and forget what still comes until the peer has closed.
+
+        Closing with unread bytes would reset the connection and could destroy our last words on their way.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            deadline = Deadline(linger_s)
+            while not deadline.over and self._poll.poll(int(deadline.left_s * 1000)):
+                if not self._socket.recv(64 << 10):
+                    break
+        self._socket.close()
+
+    def _lost(self, error: OSError) -> NetworkError:
+        return ConnectionLost(f"the connection to {self.peer} broke: {error.strerror or error}")
+
+
+def _choose_congestion_control(sock: socket.socket, choice: str) -> None:
+    """Ask for a congestion control; `auto` asks for reno on loopback only, where pacing costs throughput."""
+    name = choice
+    if choice == "auto":
+        name = "reno" if _is_loopback(sock) else "system"
+    if name == "system":
+        return
+    option = getattr(socket, "TCP_CONGESTION", None)
+    try:
+        if option is None:
+            raise OSError("this system cannot choose it")
+        sock.setsockopt(socket.IPPROTO_TCP, option, name.encode())
+    except OSError as error:
+        if choice != "auto":
+            raise ConfigurationError(
+                f"congestion control {name!r} is not available: {error.strerror or error}"
+            ) from error
+
+
+def _is_loopback(sock: socket.socket) -> bool:
+    try:
+        host = sock.getpeername()[0]
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a host to bind to is a loopback address (`localhost` counts)."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def connect(address: Address, timeout_s: float, congestion_control: str = "auto") -> Channel:
+    """Open a connection, resolving the name anew.
+
+    Raises:
+        NetworkError: nobody listens there, the name is unknown, or the time is over; worth another attempt.
+    """
+    try:
+        sock = socket.create_connection((address.host, address.port), timeout=max(timeout_s, 0.001))
+    except socket.gaierror as error:
+        raise NetworkError(f"the host name {address.host!r} cannot be resolved ({error.strerror})") from error
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise NetworkError(f"nobody answers at {address} ({reason})") from error
+    try:
+        return PlainChannel(sock, str(address), congestion_control)
+    except (OSError, ConfigurationError):
+        sock.close()
+        raise
+
+
+class Listener:
+    """A listening socket; `accept` never blocks longer than it is told."""
+
+    def __init__(self, address: Address, congestion_control: str = "auto") -> None:
+        """Bind and listen.
+
+        Raises:
+            ConfigurationError: the port is taken, or the address is not one of this machine.
+        """
+        self._congestion_control = congestion_control
+        try:
+            family, kind, proto, _, target = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._socket = socket.socket(family, kind, proto)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigurationError(f"cannot listen on {address}: {reason}") from error
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(target)
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(
+                f"cannot listen on {address}: {error.strerror or error}; choose another --port (0 takes any)"
+            ) from error
+        self._socket.setblocking(False)
+        self.address = Address(*self._socket.getsockname()[:2])
+
+    def accept(self, timeout_s: float, wake: Wake | None = None) -> Channel | None:
+        """Return the next connection, or None when the time is over or `wake` was set."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
+        if self._socket.fileno() not in dict(poll.poll(int(timeout_s * 1000))):
+            return None
+        try:
+            sock, peer = self._socket.accept()
+            return PlainChannel(sock, str(Address(*peer[:2])), self._congestion_control)
+        except OSError:  # the peer has gone already, or descriptors are short: the next call tries again
+            return None
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
