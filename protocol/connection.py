@@ -84,6 +84,7 @@ class Connection:
         self.payload_bytes = 0
         self._prefix: Prefix | None = None
         self._prefix_data = b""
+        self._broken = False
         self._hellos = hashlib.sha256()
 
     @property
@@ -108,8 +109,8 @@ class Connection:
         Raises:
             RemoteProtocolError: the peer may not say this here; the connection is dead.
         """
-        if self.payload_bytes:
-            raise LocalProtocolError("a payload is due before the next frame")
+        if self.payload_bytes or self._broken:
+            raise LocalProtocolError("a payload is due before the next frame, or the connection is dead")
         if len(data) != self.needed:
             raise LocalProtocolError(f"{self.needed} bytes are needed, not {len(data)}")
         try:
@@ -121,7 +122,7 @@ class Connection:
             message = decode_header(prefix.kind, data)
             self._check_role(message)
         except RemoteProtocolError:
-            self.state = State.CLOSED
+            self._broken = True  # nothing more is heard, but a refusal may still be said
             raise
         self.payload_bytes = prefix.payload_bytes
         self._advance(message, self._prefix_data + data if message.KIND in (Kind.HELLO, Kind.CHALLENGE) else b"")
@@ -177,6 +178,8 @@ class Connection:
         kind = message.KIND
         if (self.state, kind) not in TRANSITIONS or SENDERS[kind] not in (None, self.side):
             raise LocalProtocolError(f"the {self.side} cannot send {kind.name} in state '{self.state}'")
+        if ROLES.get(kind) not in (None, self.role):
+            raise LocalProtocolError(f"role {self.role} cannot send {kind.name}")
         if kind in WITH_PAYLOAD and self.layout is None:
             raise LocalProtocolError(f"{kind.name} cannot be sent before a layout is agreed")
         header = encode_header(message)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from protocol.connection import Connection
@@ -70,7 +70,7 @@ class Link:
         """Receive one message, without its payload.
 
         Args:
-            deadline: when the frame must be whole; the link's silence limit alone if None.
+            deadline: when the frame must be whole; the silence limit and a minimum rate alone if None.
 
         Raises:
             NetworkError: the peer closed, fell silent or is too slow.
@@ -79,18 +79,32 @@ class Link:
         patience = Patience(0, self.silence_s, None if deadline is None else deadline.left_s)
         while True:
             piece = bytearray(self.connection.needed)
+            if deadline is None:  # a header with a manifest may take as long as its size allows
+                patience = Patience(len(piece), self.silence_s)
             self.channel.receive_into(memoryview(piece), patience)
             self.heard_at = time.monotonic()
             message = self.connection.feed(bytes(piece))
             if message is not None:
                 return message
 
-    def receive_payload(self, blocks: Sequence[memoryview]) -> None:
-        """Receive the payload of the last message into `blocks`, whose sizes add up to it."""
-        patience = Patience(self.connection.payload_bytes, self.silence_s)
-        for block in blocks:
-            self.channel.receive_into(block, patience)
+    def receive_payload(
+        self, view: memoryview, block_ends: Sequence[int] = (), received: Callable[[int], None] | None = None
+    ) -> None:
+        """Receive the payload of the last message straight into place.
+
+        Args:
+            view: where it goes; exactly as long as the payload.
+            block_ends: ascending ends of the blocks in which it is read; one block if empty.
+            received: called with the end of each block once it is there, while the block is still in the cache.
+        """
+        patience = Patience(view.nbytes, self.silence_s)
+        start = 0
+        for end in block_ends or (view.nbytes,):
+            self.channel.receive_into(view[start:end], patience)
             self.heard_at = time.monotonic()
+            if received is not None:
+                received(end)
+            start = end
         self.connection.payload_received()
 
     def discard_payload(self) -> None:

@@ -20,6 +20,9 @@ MAX_RANK = 65_535
 MAX_NAME_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 4096
 
+MAX_SECONDS = 1e6
+"""Longest interval that may be agreed: `poll` counts milliseconds in 31 bits."""
+
 
 class Side(StrEnum):
     """The two ends of a connection."""
@@ -117,13 +120,19 @@ class Words:
 
 @dataclass(frozen=True)
 class Number:
-    """A float; NaN and infinities are allowed, since a worker must be able to report them."""
+    """A float within [low, high], infinities included; NaN only where a worker must be able to report it."""
 
     low: float = -math.inf
+    high: float = math.inf
+    nan: bool = False
 
     def __call__(self, value: Any) -> bool:
         """Say whether a value is allowed."""
-        return type(value) is float and (math.isnan(value) or value >= self.low)
+        return type(value) is float and (self.low <= value <= self.high or (self.nan and math.isnan(value)))
+
+
+def _shown(value: Any) -> str:
+    return repr(value[:80] if isinstance(value, (str, bytes)) else value)[:80]
 
 
 U63 = Annotated[int, Between(0, 2**63 - 1)]
@@ -132,8 +141,8 @@ Rank = Annotated[int, Between(AUTO_RANK, MAX_RANK)]
 Name = Annotated[str, Printable(MAX_NAME_CHARACTERS)]
 Reason = Annotated[str, Printable(MAX_REASON_CHARACTERS)]
 Nonce = Annotated[bytes, Octets(NONCE_BYTES)]
-Seconds = Annotated[float, Number(low=0.0)]
-Scalar = Annotated[float, Number()]
+Seconds = Annotated[float, Number(0.0, MAX_SECONDS)]
+Scalar = Annotated[float, Number(nan=True)]
 Rows = Annotated[bytes, Octets(16 << 20, at_most=True)]
 Count = Annotated[int, Between(0, 2**31 - 1)]
 
@@ -170,7 +179,7 @@ class Message:
         for name, allowed, optional in checks_of(type(self)):
             value = getattr(self, name)
             if not (optional and value is None) and not allowed(value):
-                raise ValueError(f"{type(self).__name__}.{name} cannot be {value!r:.80}")
+                raise ValueError(f"{type(self).__name__}.{name} cannot be {_shown(value)}")
 
 
 @dataclass(frozen=True)

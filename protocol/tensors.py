@@ -29,8 +29,13 @@ MAX_VARIABLES = 100_000
 MAX_ROW_BYTES = 1024
 """One row of a manifest on the wire: the longest name, sixteen dimensions, and the rest."""
 
+MAX_TENSOR_BYTES = 1 << 62
+"""Product of all sizes but zeros, in bytes: beyond it NumPy cannot even shape an empty tensor."""
+
 SHARED = -1
 """Owner of a variable that all ranks share."""
+
+MAX_OWNER = 65_535
 
 ITEM_BYTES: Mapping[str, int] = {
     "float32": 4,
@@ -90,6 +95,10 @@ class VariableSpec:
             raise ValueError(f"variable {self.name!r}: dtype {self.dtype!r} cannot travel")
         if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
             raise ValueError(f"variable {self.name!r}: shape {self.shape} is not allowed")
+        if math.prod(size or 1 for size in self.shape) * ITEM_BYTES[self.dtype] > MAX_TENSOR_BYTES:
+            raise ValueError(f"variable {self.name!r}: shape {self.shape} is too large")
+        if not SHARED <= self.owner <= MAX_OWNER:
+            raise ValueError(f"variable {self.name!r}: {self.owner} is not a rank")
         if self.kind is Kind.TRAINABLE and self.dtype not in FLOATING:
             raise ValueError(f"variable {self.name!r}: a trainable variable cannot be {self.dtype}")
 
@@ -212,7 +221,7 @@ def _rows(data: bytes) -> Iterator[object]:
 def _spec_from_wire(row: object) -> VariableSpec:
     match row:
         case [str(name), list(shape), str(dtype), str(kind), int(owner)] if all(
-            type(size) is int for size in shape
+            type(number) is int for number in (*shape, owner)
         ):
             return VariableSpec(name, tuple(shape), dtype, Kind(kind), owner)
         case _:
@@ -359,7 +368,8 @@ class Arena:
     buffer: NDArray[np.uint8] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if self.buffer.dtype != np.uint8 or self.buffer.ndim != 1 or self.buffer.ctypes.data % ALIGNMENT:
+        aligned = self.buffer.nbytes == 0 or self.buffer.ctypes.data % ALIGNMENT == 0
+        if self.buffer.dtype != np.uint8 or self.buffer.ndim != 1 or not aligned:
             raise LocalProtocolError("an arena needs a flat uint8 buffer at a multiple of 64 bytes")
         if self.buffer.nbytes < self.layout.values_bytes:
             raise LocalProtocolError(

@@ -223,10 +223,12 @@ class PlainChannel:
 
         Closing with unread bytes would reset the connection and could destroy our last words on their way.
         """
+        poll = select.poll()  # one of its own: a wake-up that was set must not end the wait for the peer
         with contextlib.suppress(OSError):
+            poll.register(self._socket, select.POLLIN)
             self._socket.shutdown(socket.SHUT_WR)
             deadline = Deadline(linger_s)
-            while not deadline.over and self._poll.poll(int(deadline.left_s * 1000)):
+            while not deadline.over and poll.poll(int(deadline.left_s * 1000)):
                 if not self._socket.recv(64 << 10):
                     break
         self._socket.close()
@@ -330,9 +332,16 @@ class Listener:
             return None
         try:
             sock, peer = self._socket.accept()
-            return PlainChannel(sock, str(Address(*peer[:2])), self._congestion_control)
         except OSError:  # the peer has gone already, or descriptors are short: the next call tries again
             return None
+        try:
+            return PlainChannel(sock, str(Address(*peer[:2])), self._congestion_control)
+        except OSError:
+            sock.close()
+            return None
+        except ConfigurationError:
+            sock.close()
+            raise
 
     def close(self) -> None:
         """Stop listening."""

@@ -3,6 +3,7 @@
 Importing this package needs no TensorFlow; only `worker.graph` and `worker.models` do.
 """
 
+from worker.client import Server, Update, connect
 from worker.definitions import Dataset, Model
 
-__all__ = ["Dataset", "Model"]
+__all__ = ["Dataset", "Model", "Server", "Update", "connect"]

@@ -1,0 +1,134 @@
+"""`python -m ps`: read the options, serve one run, leave its results behind."""
+
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import ExitCode, Interrupted
+from protocol.messages import Role, Status
+from protocol.tokens import Grant, append_grant, new_token, read_grants
+from ps.command_line import PROGRAM, TokenRequest, build_command, execute
+from ps.config import ServerConfig
+from ps.console import Console
+
+if TYPE_CHECKING:
+    from ps.server import ParameterServer
+
+logger = logging.getLogger("weighmaster.ps")
+
+
+class _ToConsole(logging.Handler):
+    """Writes log records as lines above the progress line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        for line in self.format(record).splitlines():
+            self._console.say(line)
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve one run and return the exit code."""
+    signal.signal(signal.SIGTERM, _raise_interrupted)
+    signal.signal(signal.SIGINT, _raise_interrupted)
+    # Imported here, not above: the compiler behind the kernels takes a second that --help need not wait for.
+    from ps import kernels, outcome
+    from ps.build import make_optimizer
+    from ps.server import ParameterServer
+
+    grants = read_grants(config.token_file) if config.token_file else ()
+    for option, path in (
+        ("--export", config.export),
+        ("--summary", config.summary),
+        ("--port-file", config.port_file),
+    ):
+        if path is not None:
+            outcome.check_writable(option, path)
+    initial_values = outcome.load_initial_values(config.init) if config.init else None
+    console = Console(config.steps, sys.stdout)
+    handler = _ToConsole(console)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        server = ParameterServer(config, console, secrets.randbits(63), grants, initial_values)
+        listener = server.listen()
+        outcome.make_run_directory(config.run_dir)
+        kernels.warm_up(make_optimizer(config).kernel)
+        if config.port_file is not None:
+            outcome.write_port_file(config.port_file, listener.address.port)
+        logger.info("listening on %s, waiting for %d workers", listener.address, config.workers)
+        if not config.token_file:
+            _warn_of_no_tokens(config)
+        signal.signal(signal.SIGTERM, _interrupting(server))
+        signal.signal(signal.SIGINT, _interrupting(server))
+        finish = server.run(listener)
+        console.close()
+        code = server.exit_code(finish)
+        summary = server.summary(finish)
+        summary_path = config.summary or config.run_dir / "summary.json"
+        outcome.write_summary(summary_path, summary)
+        values = server.final_values()
+        if finish.status is Status.DONE and config.export is not None and values is not None:
+            outcome.export_values(config.export, values)
+            logger.info("final values are in %s", config.export)
+        _say_how_it_ended(summary, str(summary_path), finish.reason)
+        return code
+    finally:
+        console.close()
+        logger.removeHandler(handler)
+
+
+def make_token(request: TokenRequest) -> int:
+    """Make a token and print or append its line."""
+    name = None if request.name == "*" else request.name
+    grant = Grant(name, Role(request.role), request.rank, new_token().encode("ascii"))
+    if request.file is None:
+        print(grant.line())
+    else:
+        append_grant(request.file, grant)
+    return ExitCode.DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit code."""
+    return execute(build_command(serve, make_token), arguments)
+
+
+def _warn_of_no_tokens(config: ServerConfig) -> None:
+    if config.insecure:
+        logger.warning("WARNING: --insecure admits anyone who can reach this port")
+
+
+def _say_how_it_ended(summary: Mapping[str, Any], path: str, reason: str) -> None:
+    if summary["status"] != Status.DONE:
+        print(f"{PROGRAM}: the run ended at step {summary['steps']}: {reason}", file=sys.stderr)
+        return
+    parts = [f"done: {summary['steps']} steps in {summary['seconds']:.1f} s"]
+    if summary["final_loss"] is not None:
+        parts.append(f"loss {summary['final_loss']:.4f}")
+    if summary["test_accuracy"] is not None:
+        parts.append(f"test accuracy {summary['test_accuracy']:.4f} at step {summary['test_accuracy_step']}")
+    logger.info("%s; summary in %s", ", ".join(parts), path)
+
+
+def _raise_interrupted(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(signal.Signals(number).name)
+
+
+def _interrupting(server: "ParameterServer") -> Callable[[int, FrameType | None], None]:
+    def handler(number: int, frame: FrameType | None) -> None:
+        server.interrupt(signal.Signals(number).name)
+
+    return handler
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Who is who: ranks, names, incarnations, and which connection speaks for each. Pure: no socket, no clock."""
+
+from dataclasses import dataclass, field
+
+from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, RefusalCode, Role
+
+SessionId = int
+"""Number that the server gives to each connection it accepts; never used twice."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a connection says it is.
+
+    Attributes:
+        name: as given by the user, or empty.
+        host: the client's host name.
+        rank: as given, or `AUTO_RANK`.
+        role: worker or evaluator.
+        incarnation: one start of the client's process.
+    """
+
+    name: str
+    host: str
+    rank: int
+    role: Role
+    incarnation: int
+
+
+@dataclass
+class Member:
+    """One rank and what the server remembers of it, whether or not it is connected now.
+
+    Attributes:
+        session: the connection that speaks for it, or None.
+        last_seq: highest push number taken from this incarnation; 0 before the first.
+        last_applied: whether that push counted.
+        last_reason: why not.
+        lost_at: when its connection ended, or None while it has one (monotonic seconds).
+        finished: it said bye before the end of the run.
+        threads: recorded when the rank first joined; the same for all its incarnations.
+    """
+
+    rank: int
+    name: str
+    host: str
+    incarnation: int
+    threads: int
+    session: SessionId | None = None
+    last_seq: int = 0
+    last_applied: bool = False
+    last_reason: str = ""
+    lost_at: float | None = None
+    lost_reason: str = ""
+    finished: bool = False
+
+    @property
+    def label(self) -> str:
+        """Return `rank 1 (name)`, for messages."""
+        return f"rank {self.rank} ({self.name})"
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The identity is free; `replaces` is a connection of the same incarnation that must be cut first."""
+
+    rank: int
+    name: str
+    replaces: SessionId | None = None
+
+
+@dataclass(frozen=True)
+class Contested:
+    """Another incarnation holds the rank over a connection that may or may not be alive."""
+
+    holder: SessionId
+    label: str
+
+
+@dataclass(frozen=True)
+class Denied:
+    """The identity cannot be had."""
+
+    code: RefusalCode
+    reason: str
+
+
+Claim = Granted | Contested | Denied
+
+
+@dataclass
+class Registry:
+    """All members of a run, by rank; evaluators have no rank and are kept by connection.
+
+    Attributes:
+        workers: number of ranks.
+    """
+
+    workers: int
+    members: dict[int, Member] = field(default_factory=dict)
+    evaluators: dict[SessionId, Identity] = field(default_factory=dict)
+
+    def claim(self, who: Identity) -> Claim:
+        """Judge whether an identity can be had; changes nothing.
+
+        `AUTO_RANK` gets, in this order: the rank that had this name, a free rank that was last on this host, the
+        lowest rank never used, the lowest free one.
+        """
+        if who.role is Role.EVALUATOR:
+            same = next((s for s, other in self.evaluators.items() if other.incarnation == who.incarnation), None)
+            return Granted(AUTO_RANK, who.name or f"{who.host}:evaluator", same)
+        if who.rank >= self.workers:
+            return Denied(
+                RefusalCode.RANK_RANGE,
+                f"rank {who.rank} is not one of this run's ranks 0 to {self.workers - 1}; "
+                "start the server with more --workers or the worker with a lower --rank",
+            )
+        rank = self._choose(who) if who.rank == AUTO_RANK else who.rank
+        if rank is None:
+            return Denied(RefusalCode.FULL, f"all {self.workers} ranks of this run are held by live workers")
+        name = who.name or f"{who.host}:{rank}"[-MAX_NAME_CHARACTERS:]
+        namesake = next((m for m in self.members.values() if m.name == name and m.rank != rank), None)
+        if namesake is not None and namesake.session is not None:
+            return Denied(
+                RefusalCode.RANK_TAKEN, f"the name {name!r} belongs to {namesake.label}; give another --name"
+            )
+        holder = self.members.get(rank)
+        if holder is None or holder.session is None:
+            return Granted(rank, name)
+        if holder.incarnation == who.incarnation:
+            return Granted(rank, name, replaces=holder.session)
+        return Contested(holder.session, f"{holder.label} on {holder.host}")
+
+    def _choose(self, who: Identity) -> int | None:
+        for member in self.members.values():
+            if member.incarnation == who.incarnation or (who.name and member.name == who.name):
+                return member.rank
+        free = [rank for rank in range(self.workers) if not self._held(rank)]
+        on_host = [rank for rank in free if rank in self.members and self.members[rank].host == who.host]
+        unused = [rank for rank in free if rank not in self.members]
+        return next(iter([*on_host, *unused, *free]), None)
+
+    def _held(self, rank: int) -> bool:
+        member = self.members.get(rank)
+        return member is not None and member.session is not None
+
+    def bind(self, session: SessionId, who: Identity, granted: Granted, threads: int) -> Member | None:
+        """Let a connection speak for a granted identity; evaluators have no `Member`."""
+        if who.role is Role.EVALUATOR:
+            self.evaluators[session] = who
+            return None
+        member = self.members.get(granted.rank)
+        if member is None:
+            member = Member(granted.rank, granted.name, who.host, who.incarnation, threads)
+            self.members[granted.rank] = member
+        elif member.incarnation != who.incarnation:
+            member.name, member.host, member.incarnation = granted.name, who.host, who.incarnation
+            member.last_seq, member.last_applied, member.last_reason = 0, False, ""
+        member.session, member.lost_at, member.lost_reason, member.finished = session, None, "", False
+        return member
+
+    def release(self, session: SessionId, reason: str, now: float, finished: bool = False) -> Member | None:
+        """Note that a connection has ended; return the member that it spoke for, if it still did."""
+        self.evaluators.pop(session, None)
+        member = self.of(session)
+        if member is not None:
+            member.session, member.lost_at, member.lost_reason, member.finished = None, now, reason, finished
+        return member
+
+    def of(self, session: SessionId) -> Member | None:
+        """Return the member for which a connection speaks."""
+        return next((m for m in self.members.values() if m.session == session), None)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that no connection speaks for and that have not left on purpose, ascending."""
+        return [
+            rank
+            for rank in range(self.workers)
+            if not self._held(rank) and not (rank in self.members and self.members[rank].finished)
+        ]
+
+    def active(self) -> list[int]:
+        """Return the ranks that have not left on purpose, ascending, connected or not."""
+        return [rank for rank in range(self.workers) if rank not in self.members or not self.members[rank].finished]
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return `rank 2`, `ranks 1 and 2` or `ranks 0, 1 and 2`."""
+    words = [str(rank) for rank in ranks]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,102 @@
+"""What a run leaves behind: its directory, the port file, the exported values, the summary."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from protocol.errors import CheckpointError, ConfigurationError
+
+
+def make_run_directory(path: Path) -> None:
+    """Make the directory of a run, for the owner alone.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Check at the start that a file can be written at the end.
+
+    Raises:
+        ConfigurationError: its directory is missing or not writable, or a directory stands in its place.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{option} {path} is a directory; name a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{option} {path}: the directory {path.parent} is missing or cannot be written")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all: beside it, synced, then renamed into place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_port_file(path: Path, port: int) -> None:
+    """Tell the port: in decimal, and a newline.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        write_whole(path, f"{port}\n".encode())
+    except OSError as error:
+        raise ConfigurationError(f"--port-file {path} cannot be written: {error.strerror}") from error
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary as JSON.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    _write_result(path, lambda: json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def export_values(path: Path, values: Mapping[str, NDArray[Any]]) -> None:
+    """Write values by name as safetensors.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    _write_result(path, lambda: save(dict(values)))
+
+
+def _write_result(path: Path, content: Callable[[], bytes]) -> None:
+    try:
+        write_whole(path, content())
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} cannot be written: {reason}") from error
+
+
+def load_initial_values(path: Path) -> dict[str, NDArray[Any]]:
+    """Read initial values by name.
+
+    Raises:
+        ConfigurationError: the file is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigurationError(f"--init {path} cannot be read as safetensors: {error}") from error

@@ -1,0 +1,456 @@
+"""The parameter server: sessions bring events, the coordinator decides, and here it is carried out.
+
+All state is behind one lock. `_update` is the one place where the weights are updated.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from protocol.errors import ConfigurationError, ExitCode, Interrupted, ManifestMismatch, Refused
+from protocol.messages import Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
+from protocol.tensors import Arena, Layout, Manifest
+from protocol.tokens import Grant
+from protocol.transport import Address, Listener
+from ps.aggregation import Mean, MeanOver, RoundView, clip_factors
+from ps.build import make_schedule, store_config
+from ps.config import ServerConfig
+from ps.console import Console
+from ps.coordinator import (
+    Announce,
+    AskInitial,
+    CloseRound,
+    Coordinator,
+    Drop,
+    Finish,
+    Instruction,
+    Phase,
+    Reply,
+    RunPolicy,
+    SkipRound,
+    Take,
+)
+from ps.members import Claim, Granted, Identity
+from ps.metrics import Metrics, TestResult
+from ps.session import Session
+from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
+
+logger = logging.getLogger("weighmaster.ps")
+
+TICK_S = 0.25
+"""How often deadlines are checked and the progress line is drawn."""
+
+WAITING_S = 10.0
+"""How often the operator is told for whom the run waits."""
+
+FAREWELL_S = 2.0
+"""How long connections may take to deliver the news that the run has ended."""
+
+MAX_UNPROVEN = 32
+"""Connections that have not proved themselves; more wait in the accept queue."""
+
+MEGABYTE = 1e6
+
+EXIT_CODES = {
+    Status.DONE: ExitCode.DONE,
+    Status.DIVERGED: ExitCode.DIVERGED,
+    Status.LOST: ExitCode.NO_PROGRESS,
+    Status.NO_PROGRESS: ExitCode.NO_PROGRESS,
+    Status.INTERRUPTED: ExitCode.SIGTERM,
+    Status.FAILED: ExitCode.CONFIGURATION,
+}
+
+
+class ParameterServer:
+    """One run: from listening to the last goodbye.
+
+    Attributes:
+        config: what the operator asked for.
+        epoch: random number of this start.
+        grants: who may join with which token; empty admits everyone.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        console: Console,
+        epoch: int,
+        grants: Sequence[Grant] = (),
+        initial_values: dict[str, NDArray[Any]] | None = None,
+    ) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.grants = tuple(grants)
+        self._console = console
+        self._initial_values = initial_values
+        self._rule = Mean(MeanOver(config.mean_over))
+        self._schedule = make_schedule(config)
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self._coordinator = Coordinator(
+            policy_of(config), epoch, self._began, has_values=initial_values is not None
+        )
+        self._metrics = Metrics()
+        self._store: Store | None = None
+        self._receivers: tuple[Receiver, ...] = ()
+        self._sessions: dict[int, Session] = {}
+        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self._ended = threading.Event()
+        self._finish: Finish | None = None
+        self._finished_at = 0.0
+        self._signal: str | None = None
+        self._waiting_since: float | None = None
+        self._waiting_said_at = 0.0
+
+    # ---- the course of a run ---------------------------------------------------------------------------
+
+    def listen(self) -> Listener:
+        """Open the port.
+
+        Raises:
+            ConfigurationError: it is taken, or the address is not of this machine.
+        """
+        return Listener(Address(self.config.host, self.config.port), self.config.congestion_control)
+
+    def run(self, listener: Listener) -> Finish:
+        """Serve until the run has ended; every connection is closed when this returns."""
+        accepting = threading.Thread(target=self._accept, args=(listener,), name="accept")
+        accepting.start()
+        try:
+            while not self._ended.wait(TICK_S):
+                self.tick()
+        finally:
+            self._ended.set()
+            accepting.join()
+            listener.close()
+            self._dismiss()
+        assert self._finish is not None
+        return self._finish
+
+    def interrupt(self, signal_name: str) -> None:
+        """Ask the run to end at its next tick; safe from a signal handler."""
+        self._signal = signal_name
+
+    def tick(self) -> None:
+        """Let time pass: check deadlines, redraw the progress line."""
+        with self._lock:
+            now = time.monotonic()
+            if self._signal is not None:
+                self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
+            self._carry_out(self._coordinator.tick(now))
+            if self._coordinator.phase is Phase.RUNNING:
+                test = self._metrics.test
+                self._console.progress(
+                    self._coordinator.step,
+                    self._metrics.loss,
+                    test.accuracy if test else None,
+                    self._metrics.examples_per_s(now),
+                    now,
+                )
+            self._say_whom_we_wait_for(now)
+
+    def stop(self, status: Status, reason: str) -> None:
+        """End the run from outside: a signal, or a fault of the server itself. Safe from any thread."""
+        with self._lock:
+            self._carry_out(self._coordinator.stop(status, reason))
+
+    def exit_code(self, finish: Finish) -> ExitCode:
+        """Return the code with which the process ends."""
+        return Interrupted(self._signal).exit_code if self._signal else EXIT_CODES[finish.status]
+
+    def summary(self, finish: Finish) -> dict[str, Any]:
+        """Return what became of the run, ready for JSON."""
+        return self._metrics.summary(self._coordinator, finish.status, self._finished_at - self._began)
+
+    def final_values(self) -> dict[str, NDArray[Any]] | None:
+        """Return the final values by name (their moving average if one is kept), or None if there are none."""
+        return self._store.export() if self._store is not None and self._coordinator.has_values else None
+
+    def _accept(self, listener: Listener) -> None:
+        number = 0
+        while not self._ended.is_set():
+            if not self._unproven.acquire(timeout=TICK_S):
+                continue
+            channel = listener.accept(TICK_S)
+            if channel is None:
+                self._unproven.release()
+                continue
+            number += 1
+            session = Session(number, channel, self)
+            with self._lock:
+                self._sessions[number] = session
+            session.start()
+
+    def _dismiss(self) -> None:
+        deadline = time.monotonic() + FAREWELL_S
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.join(max(0.0, deadline - time.monotonic()))
+        for session in sessions:
+            session.link.abort()
+        for session in sessions:
+            session.join()
+        if self._store is not None:
+            self._store.close()
+
+    def _say_whom_we_wait_for(self, now: float) -> None:
+        waiting = self._coordinator.waiting_for(now)
+        if not waiting:
+            self._waiting_since = None
+            return
+        if self._waiting_since is None:
+            self._waiting_since = self._waiting_said_at = now
+        if now - self._waiting_said_at >= WAITING_S:
+            self._waiting_said_at = now
+            logger.info("%s", waiting)
+
+    # ---- admission: called by sessions -----------------------------------------------------------------
+
+    def proven(self) -> None:
+        """A connection has proved itself, or ended before it could."""
+        self._unproven.release()
+
+    def claim(self, who: Identity) -> Claim:
+        """Judge an identity; changes nothing."""
+        with self._lock:
+            return self._coordinator.registry.claim(who)
+
+    def session(self, number: int) -> Session | None:
+        """Return a live session by its number."""
+        with self._lock:
+            return self._sessions.get(number)
+
+    def agree(self, offer: Offer, peer: str) -> Layout:
+        """Agree on the variables: the first offer defines them, every other must be the same.
+
+        Raises:
+            Refused: other variables, another seed, a dtype that cannot be served, or too many bytes.
+        """
+        if offer.seed is not None and offer.seed != self.config.seed:
+            raise Refused(
+                RefusalCode.SEED,
+                f"the worker was started with --seed {offer.seed}, the server with {self.config.seed}: "
+                "leave it out on the worker",
+            )
+        manifest = Manifest.from_wire(offer.manifest)
+        with self._lock:
+            if self._store is None:
+                self._store = self._make_store(manifest)
+                self._receivers = tuple(self._store.receiver(slot) for slot in range(self.config.workers))
+                return self._store.layout
+        try:
+            self._store.layout.manifest.check_same_variables(manifest, "the server", "the worker")
+        except ManifestMismatch as error:
+            raise Refused(RefusalCode.MANIFEST, str(error)) from error
+        return self._store.layout
+
+    def _make_store(self, manifest: Manifest) -> Store:
+        layout = Layout.of(manifest)
+        if layout.payload_bytes > self.config.max_model_bytes:
+            raise Refused(
+                RefusalCode.TOO_LARGE,
+                f"the variables take {layout.payload_bytes} bytes, above --max-model-bytes "
+                f"{self.config.max_model_bytes} of the server",
+            )
+        try:
+            Store.check_supported(manifest)
+            config = store_config(self.config)
+            needed = Store.memory_bytes(layout, config)
+            logger.info(
+                "%d variables of %.1f MB; the server will hold %.1f MB (%d gradients, 3 versions, moments)",
+                len(manifest.variables),
+                layout.values_bytes / MEGABYTE,
+                needed / MEGABYTE,
+                config.slots,
+            )
+            if needed > self.config.max_memory:
+                raise ConfigurationError(
+                    f"the model needs {needed / MEGABYTE:.0f} MB on the server, above --max-memory "
+                    f"{self.config.max_memory / MEGABYTE:.0f} MB: allow more, or use fewer workers"
+                )
+            store = Store(layout, config)
+            if self._initial_values is not None:
+                arena = Arena.zeros(layout)
+                arena.fill(self._initial_values)
+                store.initialise(arena.buffer)
+        except (ManifestMismatch, NotFinite) as error:
+            reason = f"--init {self.config.init} does not fit the workers' model: {error}"
+            self.stop(Status.FAILED, reason)
+            raise Refused(RefusalCode.MANIFEST, reason) from error
+        except ConfigurationError as error:
+            self.stop(Status.FAILED, str(error))
+            raise Refused(RefusalCode.TOO_LARGE, str(error)) from error
+        return store
+
+    def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Welcome | None:
+        """Welcome a session under an identity; None if the identity was taken meanwhile."""
+        with self._lock:
+            again = self._coordinator.registry.claim(who)
+            if not isinstance(again, Granted) or again.replaces is not None:
+                return None
+            known = self._coordinator.registry.members.get(granted.rank)
+            threads = known.threads if known is not None and who.role is Role.WORKER else offer.threads
+            told = self._coordinator.joined(session.number, who, again, threads, time.monotonic())
+            assert self._store is not None
+            welcome = Welcome(
+                epoch=self.epoch,
+                step=self._coordinator.step,
+                steps=self.config.steps,
+                rank=again.rank,
+                name=again.name,
+                seed=self.config.seed,
+                threads=threads,
+                workers=self.config.workers,
+                shards=self.config.shard_count,
+                mode=self.config.mode,
+                codec="raw",
+                heartbeat_interval=float(self.config.heartbeat_interval),
+                heartbeat_timeout=float(self.config.heartbeat_timeout),
+                manifest=self._store.layout.manifest.to_wire(),
+            )
+            self._carry_out(told)
+            return welcome
+
+    def left(self, session: Session, reason: str, on_purpose: bool = False) -> None:
+        """A session has ended; the coordinator hears of it if it had joined."""
+        with self._lock:
+            if self._sessions.pop(session.number, None) is not None and session.joined:
+                self._carry_out(self._coordinator.left(session.number, reason, time.monotonic(), on_purpose))
+
+    # ---- events: called by sessions --------------------------------------------------------------------
+
+    def pulled(self, session: Session, min_step: int) -> None:
+        """A session asks for values."""
+        with self._lock:
+            self._carry_out(self._coordinator.pulled(session.number, min_step, time.monotonic()))
+
+    def push_begins(self, session: Session, push: Push) -> Receiver | None:
+        """A push is on its way; return where it goes, or None if its payload is not wanted."""
+        with self._lock:
+            match self._coordinator.push_begins(session.number, push):
+                case Take(rank):
+                    receiver = self._receivers[rank]
+                    receiver.restart()
+                    return receiver
+                case Drop(then):
+                    session.after_payload = lambda: self._carry_out_locked(then)
+                    return None
+
+    def push_arrived(self, session: Session, push: Push, check: PushCheck) -> None:
+        """The payload of a push is in its slot; this may close the round."""
+        with self._lock:
+            self._carry_out(
+                self._coordinator.push_arrived(
+                    session.number, push, check.gradient_norm, check.bad_variable, time.monotonic()
+                )
+            )
+
+    def initial_arrived(self, session: Session, buffer: NDArray[Any]) -> None:
+        """Initial values are here."""
+        with self._lock:
+            if not self._coordinator.may_initialise(session.number):
+                return
+            assert self._store is not None
+            problem = ""
+            try:
+                self._store.initialise(buffer)
+            except NotFinite as error:
+                problem = str(error)
+            self._carry_out(self._coordinator.initialised(session.number, problem, time.monotonic()))
+
+    def reported(self, report: Report) -> None:
+        """An evaluator has measured the values of a step."""
+        with self._lock:
+            if report.epoch == self.epoch and report.step <= self._coordinator.step:
+                self._metrics.tested(TestResult(report.step, report.loss, report.accuracy))
+
+    def waiting_for(self) -> str:
+        """Say in words for whom the run waits."""
+        with self._lock:
+            return self._coordinator.waiting_for(time.monotonic())
+
+    def hold_values(self, session: Session, reply: Reply) -> tuple[Values, Hold]:
+        """Pin the current values for a reply; whoever sends them releases the hold."""
+        with self._lock:
+            assert self._store is not None
+            hold = self._store.hold(session.link.abort)
+            done = self._coordinator.phase is Phase.DRAINING
+            return Values(self.epoch, hold.version.step, reply.seq, reply.applied, reply.reason, done), hold
+
+    def smooth_values(self, out: NDArray[Any]) -> int | None:
+        """Copy the moving average of the values for an evaluator; return its step, or None if none is kept."""
+        with self._lock:
+            if self._store is None or self.config.ema_decay is None:
+                return None
+            self._store.evaluation_values(out)
+            return self._store.current.step
+
+    def broke(self, error: BaseException) -> None:
+        """A session met a fault of the server itself: end the run rather than go on in doubt."""
+        logger.error("the server itself has failed", exc_info=error)
+        self.stop(Status.FAILED, f"the server itself has failed: {error!r}")
+
+    # ---- instructions ----------------------------------------------------------------------------------
+
+    def _carry_out_locked(self, instructions: Iterable[Instruction]) -> None:
+        with self._lock:
+            self._carry_out(instructions)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case CloseRound():
+                    self._update(instruction)
+                case SkipRound(contributions=contributions):
+                    assert self._store is not None
+                    self._store.skip()
+                    self._metrics.round_closed(contributions, {}, time.monotonic())
+                case Reply(session=number) | AskInitial(session=number):
+                    session = self._sessions.get(number)
+                    if session is not None:
+                        session.post(instruction)
+                case Announce(text, warning):
+                    logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
+                case Finish():
+                    self._finish, self._finished_at = instruction, time.monotonic()
+                    if instruction.status is not Status.DONE:
+                        for session in self._sessions.values():
+                            session.post(instruction)
+                    self._ended.set()
+
+    def _update(self, closing: CloseRound) -> None:
+        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
+        assert self._store is not None
+        everyone = closing.contributions
+        view = RoundView(
+            step=closing.step,
+            ranks=tuple(c.rank for c in everyone),
+            usable=tuple(not c.refused for c in everyone),
+            examples=tuple(c.examples for c in everyone),
+            norms=tuple(c.gradient_norm for c in everyone),
+            losses=tuple(float("nan") if c.loss is None else c.loss for c in everyone),
+        )
+        weights = {rank: weight for rank, weight in zip(view.ranks, self._rule(view), strict=True) if weight > 0}
+        factors = None
+        if self.config.clip_worker_norm is not None:
+            norms = [norm for rank, norm in zip(view.ranks, view.norms, strict=True) if rank in weights]
+            factors = list(clip_factors(norms, self.config.clip_worker_norm))
+        self._store.apply(tuple(weights), tuple(weights.values()), factors, self._schedule(closing.step))
+        self._metrics.round_closed(everyone, weights, time.monotonic())
+
+
+def policy_of(config: ServerConfig) -> RunPolicy:
+    """Return what the coordinator needs to know."""
+    return RunPolicy(
+        config.workers,
+        config.steps,
+        config.start_timeout,
+        config.round_timeout,
+        config.rejoin_timeout,
+        config.drain_timeout,
+    )

@@ -1,0 +1,302 @@
+"""One connection of the server, in a thread of its own: handshake, then events in and replies out."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from protocol.errors import NetworkError, PeerSilent, Refused, RemoteProtocolError, VersionMismatch
+from protocol.link import HANDSHAKE_S, Link, expect
+from protocol.messages import (
+    AUTO_RANK,
+    AskInitial,
+    Bye,
+    Challenge,
+    Ended,
+    Heartbeat,
+    Hello,
+    Initial,
+    Offer,
+    Proof,
+    Pull,
+    Push,
+    Refusal,
+    RefusalCode,
+    Report,
+    Role,
+    ServerProof,
+    Side,
+    Values,
+)
+from protocol.proof import NO_PROOF, prove, proves
+from protocol.tensors import aligned_empty
+from protocol.tokens import Grant, candidates
+from protocol.transport import Channel, Deadline, Wake
+from ps import coordinator as decided
+from ps.members import Contested, Denied, Granted, Identity
+
+if TYPE_CHECKING:
+    from ps.server import ParameterServer
+
+logger = logging.getLogger("weighmaster.ps")
+
+TICK_S = 1.0
+"""Longest sleep of a session: it looks for silence and owes heartbeats at this grain."""
+
+HOLD_SLACK = 1.25
+"""A newcomer is held for this many heartbeat intervals: a live holder beats once within each."""
+
+LAST_WORDS_S = 1.0
+"""How long a connection stays half open so that the peer can read why it ended."""
+
+Outgoing = decided.Reply | decided.AskInitial | decided.Finish
+
+
+class Session(threading.Thread):
+    """Serves one client from its hello to its end.
+
+    Attributes:
+        number: of the session, never used twice.
+        link: the connection; any thread may abort it.
+        joined: whether the coordinator knows of it.
+        ended: set when nothing of this session touches the store any more.
+        after_payload: what to do when the payload that is being dropped has been read.
+    """
+
+    def __init__(self, number: int, channel: Channel, server: "ParameterServer") -> None:
+        super().__init__(name=f"session-{number}", daemon=True)
+        self.number = number
+        self.link = Link(channel, Side.SERVER)
+        self.joined = False
+        self.ended = threading.Event()
+        self.after_payload: Callable[[], None] | None = None
+        self._server = server
+        self._role = Role.WORKER
+        self._outbox: deque[Outgoing] = deque()
+        self._wake = Wake()
+        self._owes_values = False
+        self._proven = False
+
+    def post(self, item: Outgoing) -> None:
+        """Hand over something to send; safe from any thread."""
+        self._outbox.append(item)
+        if threading.current_thread() is not self:
+            self._wake.set()
+
+    def run(self) -> None:
+        """Serve; every way in which this can end is here."""
+        reason, on_purpose, linger_s = "", False, 0.0
+        try:
+            self._handshake()
+            reason, on_purpose = self._serve()
+            linger_s = LAST_WORDS_S
+        except Refused as refused:
+            logger.warning("%s refused (%s): %s", self.link.peer, refused.code, refused)
+            linger_s = self._say_last(Refusal(RefusalCode(refused.code), str(refused)))
+        except VersionMismatch as error:
+            logger.warning("%s refused: %s", self.link.peer, error)
+            linger_s = self._say_last(Refusal(RefusalCode.VERSION, str(error)))
+            reason = str(error)
+        except RemoteProtocolError as error:
+            logger.warning("%s cut off: %s", self.link.peer, error)
+            reason = str(error)
+        except NetworkError as error:
+            reason = str(error)
+            if not self.joined:
+                logger.info("%s gave up before it had joined: %s", self.link.peer, error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not one thread of it
+            self._server.broke(error)
+        finally:
+            if not self._proven:
+                self._server.proven()
+            self.ended.set()
+            self._server.left(self, reason, on_purpose)
+            self.link.close(linger_s)
+            self._wake.close()
+
+    def _say_last(self, refusal: Refusal) -> float:
+        try:
+            self.link.send(refusal)
+        except NetworkError:
+            return 0.0
+        return LAST_WORDS_S
+
+    # ---- handshake -------------------------------------------------------------------------------------
+
+    def _handshake(self) -> None:
+        hello = expect(self.link.receive(Deadline(HANDSHAKE_S)), Hello)
+        who = self._authenticate(hello)
+        self._proven = True
+        self._server.proven()
+        self._role = who.role
+        offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
+        layout = self._server.agree(offer, self.link.peer)
+        self._take_identity(who, offer)
+        self.link.connection.agree(layout)
+        self.link.silence_s = self._server.config.heartbeat_timeout
+
+    def _authenticate(self, hello: Hello) -> Identity:
+        grants = self._server.grants
+        challenge = Challenge(os.urandom(32), bool(grants))
+        self.link.send(challenge)
+        proof = expect(self.link.receive(Deadline(HANDSHAKE_S)), Proof)
+        who = Identity(hello.name, hello.host, hello.rank, hello.role, hello.incarnation)
+        if "raw" not in hello.codecs:
+            raise Refused(RefusalCode.CODEC, "this server speaks the codec 'raw' only")
+        if not grants:
+            self.link.send(ServerProof(NO_PROOF))
+            return who
+        hellos = self.link.connection.hellos_digest
+        for grant in candidates(grants, hello.name, hello.role, hello.rank):
+            if proves(proof.mac, prove(grant.token, Side.WORKER, hello.nonce, challenge.nonce, hellos)):
+                mac = prove(grant.token, Side.SERVER, hello.nonce, challenge.nonce, hellos)
+                self.link.send(ServerProof(mac))
+                return _as_granted(who, grant)
+        logger.warning(
+            "%s failed the proof as %s %r, rank %s", self.link.peer, hello.role, hello.name, _rank_text(hello.rank)
+        )
+        raise Refused(RefusalCode.PROOF, "the token was not accepted for this name, role and rank")
+
+    def _take_identity(self, who: Identity, offer: Offer) -> None:
+        held = False
+        while True:
+            claim = self._server.claim(who)
+            if isinstance(claim, Denied):
+                raise Refused(claim.code, claim.reason)
+            if isinstance(claim, Contested):
+                if held:
+                    raise Refused(
+                        RefusalCode.RANK_TAKEN,
+                        f"{claim.label} is alive and holds this rank; give another --rank, or --rank auto",
+                    )
+                held = self._wait_for_holder(claim)
+            elif claim.replaces is not None:
+                self._cut(claim.replaces)
+            elif self._join(who, claim, offer):
+                return
+
+    def _join(self, who: Identity, granted: Granted, offer: Offer) -> bool:
+        # The welcome must be the first frame: replies that joining sets off wait in the outbox.
+        self.joined = True
+        welcome = self._server.join(self, who, granted, offer)
+        if welcome is None:
+            self.joined = False
+            return False
+        self.link.send(welcome)
+        return True
+
+    def _wait_for_holder(self, claim: Contested) -> bool:
+        """Wait one heartbeat interval for a sign of life of the rank's holder; say whether there was one."""
+        holder = self._server.session(claim.holder)
+        if holder is None:
+            return False
+        began = time.monotonic()
+        interval = self._server.config.heartbeat_interval
+        while not holder.ended.wait(min(TICK_S, interval)):
+            if time.monotonic() - began >= HOLD_SLACK * interval:
+                if holder.link.heard_at > began:
+                    return True
+                self._cut(claim.holder)
+                return False
+            self.link.send_if_quiet(Heartbeat(f"{claim.label} holds this rank; asking whether it is alive"), 0.0)
+        return False
+
+    def _cut(self, number: int) -> None:
+        """End another session of the same rank, and wait until it touches no buffer any more."""
+        other = self._server.session(number)
+        if other is not None and other is not self:
+            other.link.abort()
+            other.ended.wait()
+            other.join()
+
+    # ---- the run ---------------------------------------------------------------------------------------
+
+    def _serve(self) -> tuple[str, bool]:
+        """Serve until the client or the run ends; return why, and whether the client said bye."""
+        while True:
+            while self._outbox:
+                if not self._deliver(self._outbox.popleft()):
+                    return "the run has ended", False
+            if not self.link.wait(TICK_S, self._wake):
+                self._wake.clear()
+                self._keep_alive()
+                continue
+            message = self.link.receive()
+            match message:
+                case Push():
+                    self._receive_push(message)
+                case Pull(min_step):
+                    self._owes_values = True
+                    self._server.pulled(self, min_step)
+                case Initial():
+                    buffer = aligned_empty(self.link.connection.payload_bytes)
+                    self.link.receive_payload(buffer.data)
+                    self._server.initial_arrived(self, buffer)
+                case Report():
+                    self._server.reported(message)
+                case Bye():
+                    return "it said goodbye", True
+                case _:  # a heartbeat has done its work by arriving
+                    pass
+
+    def _receive_push(self, push: Push) -> None:
+        self._owes_values = True
+        receiver = self._server.push_begins(self, push)
+        if receiver is None:
+            self.link.discard_payload()
+            if self.after_payload is not None:
+                self.after_payload()
+                self.after_payload = None
+            return
+        self.link.receive_payload(receiver.buffer, receiver.block_ends, receiver.received)
+        self._server.push_arrived(self, push, receiver.finish())
+
+    def _keep_alive(self) -> None:
+        silent_s = time.monotonic() - self.link.heard_at
+        if silent_s >= self._server.config.heartbeat_timeout:
+            raise PeerSilent(f"nothing was heard of {self.link.peer} for {silent_s:.0f} s")
+        if self._owes_values:
+            interval = min(self._server.config.heartbeat_interval, TICK_S)
+            self.link.send_if_quiet(Heartbeat(self._server.waiting_for()), interval)
+
+    def _deliver(self, item: Outgoing) -> bool:
+        match item:
+            case decided.Reply():
+                self._owes_values = False
+                self._send_values(item)
+            case decided.AskInitial():
+                self.link.send(AskInitial())
+            case decided.Finish(status, reason):
+                self.link.send(Ended(status, reason))
+                return False
+        return True
+
+    def _send_values(self, reply: decided.Reply) -> None:
+        values, hold = self._server.hold_values(self, reply)
+        with hold:
+            payload = hold.version.buffer
+            if self._role is Role.EVALUATOR:
+                smooth = aligned_empty(payload.nbytes)
+                step = self._server.smooth_values(smooth)
+                if step is not None:
+                    hold.release()
+                    values, payload = _at_step(values, step), smooth.data
+            self.link.send(values, [payload], payload.nbytes)
+
+
+def _at_step(values: Values, step: int) -> Values:
+    return replace(values, step=step)
+
+
+def _as_granted(who: Identity, grant: Grant) -> Identity:
+    """Fill in what the client left open and its token says."""
+    rank = grant.rank if grant.rank is not None and who.rank == AUTO_RANK and who.role is Role.WORKER else who.rank
+    return replace(who, name=who.name or grant.name or "", rank=rank)
+
+
+def _rank_text(rank: int) -> str:
+    return "auto" if rank == AUTO_RANK else str(rank)

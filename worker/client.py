@@ -1,0 +1,505 @@
+"""The worker's side of a run: pull values, push gradients, survive a broken connection.
+
+Needs no TensorFlow. One thread uses a `Server`; a second one of its own keeps it alive with heartbeats.
+"""
+
+import os
+import platform
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import (
+    ConfigurationError,
+    Diverged,
+    LocalProtocolError,
+    ManifestMismatch,
+    NetworkError,
+    NoProgress,
+    PeerLost,
+    Refused,
+    WeighmasterError,
+)
+from protocol.link import HANDSHAKE_S, Link, expect
+from protocol.messages import (
+    AUTO_RANK,
+    AskInitial,
+    Bye,
+    Challenge,
+    Ended,
+    Heartbeat,
+    Hello,
+    Initial,
+    Message,
+    Offer,
+    Proof,
+    Pull,
+    Push,
+    Refusal,
+    RefusalCode,
+    Report,
+    Role,
+    ServerProof,
+    Side,
+    Status,
+    Values,
+    Welcome,
+)
+from protocol.proof import NO_PROOF, check_token, prove, proves
+from protocol.tensors import Arena, Layout, Manifest, aligned_empty, check_array
+from protocol.transport import Address, Deadline
+from protocol.transport import connect as open_channel
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+"""Pauses between attempts double from the first to the longest, each shortened at random by up to a half."""
+
+LAST_WORDS_S = 1.0
+
+Buffers = Sequence[memoryview | bytes]
+InitialValues = Callable[[], Mapping[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the server answered.
+
+    Attributes:
+        step: of the values.
+        arena: the values; good until the second next answer, then its memory is used again.
+        applied: whether the push that this answers counted.
+        reason: why not.
+        restarted: whether the server has started anew since the last answer (`step` may be smaller).
+        done: whether these are the final values.
+    """
+
+    step: int
+    arena: Arena
+    applied: bool
+    reason: str
+    restarted: bool
+    done: bool
+
+    @cached_property
+    def values(self) -> dict[str, NDArray[Any]]:
+        """All variables by name, as read-only views."""
+        return self.arena.views()
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Who joins, and how patiently (seconds).
+
+    Attributes:
+        address: of the server; its name is resolved anew at each attempt.
+        manifest: variables of this side.
+        initial_values: called if the server asks this client for them.
+        token: shared secret, or None.
+        threads: offered; the server's record for this rank comes back in `welcome`.
+        seed: None takes the server's.
+        on_event: told, in words, of waits, losses and returns.
+    """
+
+    address: Address
+    manifest: Manifest
+    initial_values: InitialValues
+    rank: int = AUTO_RANK
+    name: str = ""
+    role: Role = Role.WORKER
+    token: str | None = None
+    threads: int = 1
+    seed: int | None = None
+    connect_timeout_s: float = 60.0
+    reconnect_timeout_s: float = 120.0
+    congestion_control: str = "auto"
+    on_event: Callable[[str], None] = lambda text: None
+
+
+class Server:
+    """The parameter server as its client sees it; a context manager that says goodbye at the end.
+
+    Attributes:
+        welcome: what was agreed at the last handshake: rank, seed, shards, steps, threads.
+        layout: where each variable lies in an arena.
+    """
+
+    welcome: Welcome
+    layout: Layout
+
+    def __init__(self, config: ClientConfig) -> None:
+        """Connect and shake hands, retrying until `connect_timeout_s`.
+
+        Raises:
+            PeerLost: the server could not be reached in time.
+            Refused: it said no.
+        """
+        self._config = config
+        self._incarnation = random.SystemRandom().getrandbits(63)
+        self._host = platform.node()[:128]
+        self._rank, self._name = config.rank, config.name
+        self._seq = 0
+        self._epoch: int | None = None
+        self._step = 0
+        self._link: Link | None = None
+        self._arenas: list[Arena] = []
+        self._closing = threading.Event()
+        self._connect(config.connect_timeout_s, first=True)
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    # ---- what a user calls -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank that the server handed out (-1 for an evaluator)."""
+        return self.welcome.rank
+
+    def pull(self, min_step: int = 0) -> Update:
+        """Return the current values, once their step is at least `min_step` or the run is done."""
+        return self._ask(lambda link: link.send(Pull(min_step)), seq=0)
+
+    def push(
+        self,
+        gradients: Mapping[str, NDArray[Any]],
+        *,
+        loss: float | None = None,
+        accuracy: float | None = None,
+        examples: int = 1,
+    ) -> Update:
+        """Push one gradient and return the next values.
+
+        Args:
+            gradients: by name, each with shape and dtype of its variable; of state variables the change
+                (integers: the new value). They must have been computed at the values of the last answer.
+            loss: mean loss of the batch at those values.
+            accuracy: likewise.
+            examples: size of the batch.
+
+        Raises:
+            ManifestMismatch: a gradient is missing, unknown, or of another shape or dtype.
+            PeerLost: the server has not come back in time.
+            Diverged, NoProgress: the run has ended otherwise than by its last step.
+        """
+        return self.push_buffers(self._scattered(gradients), loss=loss, accuracy=accuracy, examples=examples)
+
+    def push_buffers(
+        self, payload: Buffers, *, loss: float | None, accuracy: float | None, examples: int
+    ) -> Update:
+        """Push a gradient whose arena is given as buffers in order, gaps included; see `push`."""
+        if self._epoch is None:
+            raise LocalProtocolError("pull values before the first push")
+        self._seq += 1
+        push = Push(
+            epoch=self._epoch,
+            step=self._step,
+            seq=self._seq,
+            loss=None if loss is None else float(loss),
+            accuracy=None if accuracy is None else float(accuracy),
+            examples=int(examples),
+        )
+        return self._ask(lambda link: link.send(push, payload, self.layout.payload_bytes), self._seq)
+
+    def report(self, step: int, loss: float, accuracy: float | None, examples: int) -> None:
+        """Report a measurement on test data; an evaluator's only way to speak. A lost report is not repeated."""
+        if self._link is None or self._epoch is None:
+            return
+        try:
+            self._link.send(Report(self._epoch, step, float(loss), accuracy, examples))
+        except NetworkError as error:
+            self._drop(error)
+
+    def close(self, goodbye: bool = True) -> None:
+        """End the connection; without `goodbye` the server treats this worker as lost."""
+        self._closing.set()
+        link, self._link = self._link, None
+        if link is not None:
+            try:
+                if goodbye:
+                    link.send(Bye())
+            except NetworkError:
+                goodbye = False
+            link.close(LAST_WORDS_S if goodbye else 0.0)
+        self._heart.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(goodbye=kind is None)
+
+    # ---- asking ----------------------------------------------------------------------------------------
+
+    def _ask(self, send: Callable[[Link], None], seq: int) -> Update:
+        """Send a request and wait for its answer; after a broken connection, ask again with the same identity."""
+        while True:
+            if self._link is None:
+                self._connect(self._config.reconnect_timeout_s)
+            link = self._link
+            assert link is not None
+            restarted = self._epoch is not None and self.welcome.epoch != self._epoch
+            try:
+                if restarted and seq:  # the old epoch's gradient is worth nothing: go on from the current values
+                    link.send(Pull(0))
+                    return self._answer(link, 0)
+                send(link)
+                return self._answer(link, seq)
+            except NetworkError as error:
+                self._drop(error)
+
+    def _answer(self, link: Link, seq: int) -> Update:
+        while True:
+            message = self._receive(link)
+            match message:
+                case Values(seq=answered):
+                    arena = self._arenas[0]
+                    link.receive_payload(arena.buffer[: self.layout.values_bytes].data)
+                    if answered != seq:
+                        continue  # the answer to a request that was repeated
+                    return self._took(message, arena)
+                case AskInitial():
+                    self._send_initial(link)
+                case Heartbeat(waiting):
+                    if waiting:
+                        self._config.on_event(waiting)
+                case _:
+                    raise LocalProtocolError(f"a client does not expect {type(message).__name__}")
+
+    def _took(self, values: Values, arena: Arena) -> Update:
+        restarted = self._epoch is not None and values.epoch != self._epoch
+        self._epoch, self._step = values.epoch, values.step
+        self._arenas.reverse()
+        return Update(values.step, arena, values.applied, values.reason, restarted, values.done)
+
+    def _receive(self, link: Link) -> Message:
+        message = link.receive()
+        match message:
+            case Refusal(code, reason):
+                raise Refused(code, f"the server at {link.peer} refused: {reason}")
+            case Ended(status, reason):
+                raise _end_of_run(status, f"the server at {link.peer} ended the run: {reason}")
+        return message
+
+    def _send_initial(self, link: Link) -> None:
+        arena = Arena.zeros(self.layout)
+        arena.fill(self._config.initial_values())
+        size = self.layout.values_bytes
+        link.send(Initial(), [arena.buffer[:size].data], size)
+
+    def _scattered(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
+        for name in gradients:
+            if name not in self.layout.by_name:
+                raise ManifestMismatch(f"variable {name!r} is not in the manifest")
+        buffers: list[memoryview | bytes] = []
+        for slot, gap in self._gaps:
+            gradient = gradients.get(slot.spec.name)
+            if gradient is None:
+                raise ManifestMismatch(f"the gradient of variable {slot.spec.name!r} is missing")
+            gradient = np.asarray(gradient)
+            check_array(slot.spec, gradient)
+            if gradient.size:
+                buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
+            if gap:
+                buffers.append(bytes(gap))
+        return buffers
+
+    @cached_property
+    def _gaps(self) -> list[tuple[Any, int]]:
+        slots = self.layout.slots
+        starts = [*(slot.offset for slot in slots[1:]), self.layout.payload_bytes]
+        return [(slot, start - slot.end) for slot, start in zip(slots, starts, strict=True)]
+
+    # ---- the connection --------------------------------------------------------------------------------
+
+    def _connect(self, timeout_s: float, first: bool = False) -> None:
+        deadline = Deadline(timeout_s)
+        pause_s = FIRST_PAUSE_S
+        told_at = 0.0
+        while True:
+            try:
+                self._link = self._shake_hands(deadline)
+                if not first or told_at:
+                    self._config.on_event(f"connected to the server at {self._config.address}")
+                return
+            except NetworkError as error:
+                if deadline.left_s <= pause_s:
+                    raise PeerLost(
+                        f"the server at {self._config.address} could not be reached for {timeout_s:g} s: {error}"
+                    ) from error
+                if not told_at or time.monotonic() - told_at >= LONGEST_PAUSE_S:
+                    told_at = time.monotonic()
+                    self._config.on_event(
+                        f"waiting for the server at {self._config.address}, {deadline.left_s:.0f} s left: {error}"
+                    )
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _shake_hands(self, deadline: Deadline) -> Link:
+        config = self._config
+        channel = open_channel(config.address, min(deadline.left_s, HANDSHAKE_S), config.congestion_control)
+        link = Link(channel, Side.WORKER)
+        try:
+            hello = Hello(
+                self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(32), ("raw",)
+            )
+            link.send(hello)
+            challenge = expect(self._receive(link), Challenge)
+            self._prove(link, hello, challenge)
+            link.send(Offer(config.manifest.to_wire(), config.threads, config.seed))
+            message = self._receive(link)
+            while isinstance(message, Heartbeat):
+                config.on_event(message.waiting)
+                message = self._receive(link)
+            self._agree(link, expect(message, Welcome))
+            return link
+        except BaseException:
+            link.abort()
+            link.close()
+            raise
+
+    def _prove(self, link: Link, hello: Hello, challenge: Challenge) -> None:
+        token = self._config.token
+        if challenge.token_required and token is None:
+            raise Refused(
+                RefusalCode.TOKEN_REQUIRED,
+                f"the server at {link.peer} asks for a token: give --token-file with this worker's line",
+            )
+        if not challenge.token_required:
+            if token is not None:
+                raise Refused(
+                    RefusalCode.PROOF,
+                    f"the server at {link.peer} asks for no token, so it cannot prove that it is the right one: "
+                    "give the server a --token-file, or leave it out here",
+                )
+            link.send(Proof(NO_PROOF))
+            expect(self._receive(link), ServerProof)
+            return
+        assert token is not None
+        secret = check_token(token, "the token of this worker")
+        hellos = link.connection.hellos_digest
+        link.send(Proof(prove(secret, Side.WORKER, hello.nonce, challenge.nonce, hellos)))
+        answer = expect(self._receive(link), ServerProof)
+        if not proves(answer.mac, prove(secret, Side.SERVER, hello.nonce, challenge.nonce, hellos)):
+            raise Refused(RefusalCode.PROOF, f"the server at {link.peer} does not hold this worker's token")
+
+    def _agree(self, link: Link, welcome: Welcome) -> None:
+        manifest = Manifest.from_wire(welcome.manifest)
+        self._config.manifest.check_same_variables(manifest, "this worker", "the server")
+        if not self._arenas or manifest != self.layout.manifest:
+            self.layout = Layout.of(manifest)
+            self.__dict__.pop("_gaps", None)
+            self._arenas = [Arena(self.layout, aligned_empty(self.layout.values_bytes)) for _ in range(2)]
+        self.welcome = welcome
+        self._rank, self._name = welcome.rank, welcome.name
+        link.connection.agree(self.layout)
+        link.silence_s = welcome.heartbeat_timeout
+
+    def _drop(self, error: NetworkError) -> None:
+        if self._link is not None:
+            self._link.abort()
+            self._link.close()
+            self._link = None
+        self._config.on_event(f"the connection to the server is lost: {error}")
+
+    def _beat(self) -> None:
+        interval = self.welcome.heartbeat_interval
+        while not self._closing.wait(min(interval / 4, 1.0)):
+            link = self._link
+            if link is not None:
+                try:
+                    link.send_if_quiet(Heartbeat(), interval)
+                except WeighmasterError:
+                    continue  # the thread that asks will find the connection broken and mend it
+
+
+def _end_of_run(status: Status, text: str) -> WeighmasterError:
+    match status:
+        case Status.DIVERGED:
+            return Diverged(text)
+        case Status.LOST | Status.NO_PROGRESS:
+            return NoProgress(text)
+        case _:
+            return PeerLost(text)
+
+
+def parse_address(text: str) -> Address:
+    """Read `host:port`, with an IPv6 address in brackets.
+
+    Raises:
+        ConfigurationError: it is not one.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"{text!r} is not an address; write HOST:PORT, for instance 127.0.0.1:5014")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigurationError(f"{text!r}: write an IPv6 address in brackets, for instance [::1]:5014")
+    return Address(host, int(port))
+
+
+def connect(
+    address: str,
+    variables: Mapping[str, NDArray[Any]],
+    *,
+    rank: int | None = None,
+    name: str = "",
+    role: str = "worker",
+    token: str | None = None,
+    state: Iterable[str] = (),
+    threads: int = 1,
+    seed: int | None = None,
+    connect_timeout: float = 60.0,
+    reconnect_timeout: float = 120.0,
+    on_event: Callable[[str], None] = lambda text: None,
+) -> Server:
+    """Join a run as a worker, with any framework or none.
+
+    Args:
+        address: `host:port` of the server.
+        variables: initial values by name; their shapes and dtypes are the manifest. The server takes the values
+            themselves from one worker only.
+        rank: 0..N-1, or None for the lowest free one.
+        name: who this is; default host and rank.
+        role: `worker`, or `evaluator`, which pulls and reports and is never waited for.
+        token: shared secret, if the server asks for one.
+        state: names of variables that are state, not trainable: their changes are pushed, not gradients.
+        threads: recorded by the server for this rank.
+        seed: refused if it is not the server's; None takes that.
+        connect_timeout: seconds to wait for the server at first.
+        reconnect_timeout: seconds to wait for its return later.
+        on_event: told, in words, of waits, losses and returns.
+
+    Returns:
+        The server, a context manager.
+
+    Raises:
+        PeerLost: nobody answered in time.
+        Refused: the server said no; never retried.
+    """
+    initial = {key: np.array(value, copy=True) for key, value in variables.items()}
+    return Server(
+        ClientConfig(
+            address=parse_address(address),
+            manifest=Manifest.of(initial, state),
+            initial_values=lambda: initial,
+            rank=AUTO_RANK if rank is None else rank,
+            name=name,
+            role=Role(role),
+            token=token,
+            threads=threads,
+            seed=seed,
+            connect_timeout_s=connect_timeout,
+            reconnect_timeout_s=reconnect_timeout,
+            on_event=on_event,
+        )
+    )

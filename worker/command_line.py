@@ -1,0 +1,213 @@
+"""The command `weighmaster-worker`: options in, `WorkerConfig` out. What it then runs is handed in."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import click
+import cloup
+
+from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from worker.config import (
+    DATASETS,
+    MODELS,
+    ROLES,
+    Address,
+    ClusterTask,
+    WorkerConfig,
+    default_of,
+    option_name,
+    parse_address,
+    parse_tf_config,
+)
+
+PROGRAM = "weighmaster-worker"
+
+_TYPES: dict[Any, Any] = {
+    int: click.INT,
+    float: click.FLOAT,
+    str: click.STRING,
+    Path: click.Path(path_type=Path),
+}
+
+
+def _address(text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ConfigurationError as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+def _rank(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or len(text) > 9:
+        raise click.BadParameter(f"{text!r} is not a rank; give a number from 0, or auto.")
+    return int(text)
+
+
+def _version() -> str:
+    try:
+        return version("weighmaster")
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
+def _option(
+    name: str, text: str, *, unset: str | None = None, metavar: str | None = None, type: Any = None
+) -> Callable[[Any], Any]:
+    """Declare the option of one field of `WorkerConfig`; its default and type are the field's.
+
+    `unset` says what happens without it; such an option is None when it was not given.
+    """
+    kind = WorkerConfig.__dataclass_fields__[name].type
+    if isinstance(kind, UnionType):
+        kind = get_args(kind)[0]
+    attributes: dict[str, Any] = {
+        "envvar": f"WEIGHMASTER_{name.upper()}",
+        "show_envvar": True,
+        "help": f"{text}.",
+        "default": None if unset else default_of(name),
+        "show_default": unset or True,
+    }
+    if kind is bool:
+        attributes["show_default"] = "off"
+        return cloup.option(f"{option_name(name)}/{option_name('no_' + name)}", name, **attributes)
+    return cloup.option(option_name(name), name, type=type or _TYPES[kind], metavar=metavar, **attributes)
+
+
+_OPTION_GROUPS = (
+    cloup.option_group(
+        "Who this is",
+        _option(
+            "ps",
+            "Address of the parameter server; an IPv6 address stands in brackets",
+            unset="TF_CONFIG, else 127.0.0.1:5014",
+            metavar="HOST:PORT",
+            type=_address,
+        ),
+        _option(
+            "rank",
+            "Number of this worker, from 0; auto takes the lowest that is free",
+            unset="TF_CONFIG, else auto",
+            metavar="R|auto",
+            type=_rank,
+        ),
+        _option("name", "Name of this worker, under which it is remembered", unset="host name and rank"),
+        _option(
+            "role",
+            "A worker computes gradients; an evaluator measures the values on the test data",
+            unset="TF_CONFIG, else worker",
+            type=click.Choice(ROLES),
+        ),
+        _option("token_file", "File with this worker's own line", unset="no token", metavar="FILE"),
+    ),
+    cloup.option_group(
+        "What it computes",
+        _option("model", f"The model: {', '.join(MODELS)}, or a function of yours", metavar="NAME|FILE.py:FUNC"),
+        _option(
+            "dataset",
+            f"The data: {', '.join(DATASETS)}, NumPy arrays, or a function of yours",
+            metavar="NAME|npz:FILE|FILE.py:FUNC",
+        ),
+        _option("data_dir", "Directory of the data set's files", unset="the data set's own", metavar="DIR"),
+        _option("batch_size", "Examples of one gradient", metavar="N"),
+        _option("trusted_examples", "Training examples kept out of every shard", metavar="N"),
+        _option("evaluate_every", "evaluator: steps between two evaluations", metavar="STEPS"),
+        _option("seed", "Refuse a server whose seed is another", unset="the server's", metavar="N"),
+        _option("threads", "Threads of TensorFlow", unset="CPUs available", metavar="N"),
+        _option("legacy_keras", "Use the tf-keras package, which tf.compat.v1.layers needs"),
+        _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
+    ),
+    cloup.option_group(
+        "Time-outs",
+        _option("connect_timeout", "Wait for the server at the start", metavar="SECONDS"),
+        _option("reconnect_timeout", "Wait for a lost server's return", metavar="SECONDS"),
+    ),
+)
+
+
+def _configuration(values: dict[str, Any], tf_config: str) -> WorkerConfig:
+    """Fill what was not given from `TF_CONFIG`, and leave the rest to the defaults."""
+    asked = {name: value for name, value in values.items() if value is not None}
+    if not {"ps", "rank", "role"} <= asked.keys() and tf_config.strip():
+        task = parse_tf_config(tf_config)
+        if task != ClusterTask() and task.ps is None and "ps" not in asked:
+            raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
+        asked.setdefault("ps", task.ps or default_of("ps"))
+        asked.setdefault("role", task.role or default_of("role"))
+        if asked["role"] != "evaluator":
+            asked.setdefault("rank", task.rank)
+    if asked.get("rank") == "auto":
+        asked["rank"] = None
+    return WorkerConfig(**asked)
+
+
+def build_command(run: Callable[[WorkerConfig], int]) -> cloup.Command:
+    """Make the command.
+
+    Args:
+        run: runs the worker and returns the exit code.
+    """
+
+    @click.version_option(_version(), prog_name=PROGRAM)
+    def command(**values: Any) -> int:
+        """Compute gradients for a parameter server, or evaluate its values.
+
+        The worker may be started before the server: it waits. Time-outs are seconds. The command line wins
+        over the environment, which wins over TF_CONFIG.
+        """
+        return run(_configuration(values, os.environ.get("TF_CONFIG", "")))
+
+    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    decorated: Any = command
+    for add_options in reversed(_OPTION_GROUPS):
+        decorated = add_options(decorated)
+    return cloup.command(PROGRAM, context_settings=settings)(decorated)
+
+
+def execute(command: click.Command, arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; an error is one line on standard error, never a traceback.
+
+    Args:
+        command: of `build_command`.
+        arguments: None takes those of the process.
+    """
+    try:
+        outcome = command.main(
+            None if arguments is None else list(arguments), prog_name=PROGRAM, standalone_mode=False
+        )
+    except click.exceptions.Abort:
+        return ExitCode.SIGINT
+    except click.ClickException as error:
+        print(f"{PROGRAM}: {error.format_message()} See {PROGRAM} --help.", file=sys.stderr)
+        return error.exit_code
+    except WeighmasterError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return error.exit_code
+    return outcome if isinstance(outcome, int) else ExitCode.DONE
+
+
+def parse(arguments: Sequence[str]) -> WorkerConfig:
+    """Read options and environment into a configuration, and run nothing.
+
+    Raises:
+        ConfigurationError: the options cannot be understood or do not go together.
+    """
+    parsed: list[WorkerConfig] = []
+
+    def keep(config: WorkerConfig) -> int:
+        parsed.append(config)
+        return ExitCode.DONE
+
+    try:
+        build_command(keep).main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+    except click.ClickException as error:
+        raise ConfigurationError(error.format_message()) from error
+    if not parsed:
+        raise ConfigurationError("these arguments start no worker")
+    return parsed[0]

@@ -1,0 +1,224 @@
+"""What the operator asks of a worker: typed, checked, with `TF_CONFIG` understood for addresses and rank."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ConfigurationError
+
+DEFAULT_PORT = 5014
+
+MODELS: tuple[str, ...] = ("mlp", "cifar10_cnn")
+"""Models that ship, by name; listed here because `worker.models` needs TensorFlow."""
+
+DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
+"""Data sets that ship, by name."""
+
+ROLES: tuple[str, ...] = ("worker", "evaluator")
+
+Address = tuple[str, int]
+"""Host and TCP port."""
+
+_FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "rank": (0, 1_000_000),
+    "batch_size": (1, 1_000_000_000),
+    "trusted_examples": (0, 1_000_000_000),
+    "threads": (1, 1024),
+    "seed": (0, 2**63 - 1),
+    "evaluate_every": (1, 10**15),
+}
+"""Lowest and highest value of every option that counts something."""
+
+_MAX_SECONDS = 10**8
+
+
+def available_cpus() -> int:
+    """Count the CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Everything that a worker is told; times are seconds.
+
+    Attributes:
+        ps: host and port of the parameter server.
+        rank: number of this worker; None: the server hands out the lowest that is free.
+        name: who this is; None: host name and rank.
+        role: `worker` computes gradients, `evaluator` measures the values on the test data.
+        model: a name of `MODELS`, or `file.py:function`.
+        dataset: a name of `DATASETS`, `npz:FILE`, or `file.py:function`.
+        data_dir: where the data set's files are; None: where the data set looks by itself.
+        batch_size: examples of one gradient.
+        trusted_examples: examples held out of every shard, drawn by the seed.
+        threads: of TensorFlow within one operation.
+        legacy_keras: use the tf-keras package, as `tf.compat.v1.layers` needs.
+        seed: what the server's seed must be; None: whatever it is.
+        token_file: the one line `name role rank token` of this worker; None: none is sent.
+        evaluate_every: steps between two evaluations of an evaluator.
+        connect_timeout: wait for the server at the start.
+        reconnect_timeout: wait for the server once it was lost.
+        dry_run: build the model, prove that its variables can be fed, and use no network.
+    """
+
+    ps: Address = ("127.0.0.1", DEFAULT_PORT)
+    rank: int | None = None
+    name: str | None = None
+    role: str = "worker"
+    model: str = "mlp"
+    dataset: str = "digits"
+    data_dir: Path | None = None
+    batch_size: int = 32
+    trusted_examples: int = 100
+    threads: int = field(default_factory=available_cpus)
+    legacy_keras: bool = False
+    seed: int | None = None
+    token_file: Path | None = None
+    evaluate_every: int = 20
+    connect_timeout: float = 60.0
+    reconnect_timeout: float = 120.0
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every value, then what goes with what.
+
+        Raises:
+            ConfigurationError: naming the option, or both options.
+        """
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigurationError(f"{option_name(name)} must be from {low} to {high}, not {value}")
+        for name in ("connect_timeout", "reconnect_timeout"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and 0 < seconds <= _MAX_SECONDS):
+                raise ConfigurationError(
+                    f"{option_name(name)} must be above 0 and at most {_MAX_SECONDS} seconds, not {seconds}"
+                )
+        if self.role not in ROLES:
+            raise ConfigurationError(f"--role must be {' or '.join(ROLES)}, not {self.role}")
+        if self.name is not None:
+            _check_name(self.name)
+        if self.model not in MODELS and not _FUNCTION.fullmatch(self.model):
+            raise ConfigurationError(f"--model must be {', '.join(MODELS)} or file.py:function, not {self.model!r}")
+        npz = self.dataset.startswith("npz:") and len(self.dataset) > len("npz:")
+        if self.dataset not in DATASETS and not npz and not _FUNCTION.fullmatch(self.dataset):
+            raise ConfigurationError(
+                f"--dataset must be {', '.join(DATASETS)}, npz:FILE or file.py:function, not {self.dataset!r}"
+            )
+        if self.role == "evaluator" and self.rank is not None:
+            raise ConfigurationError(
+                "--role evaluator and --rank exclude each other: an evaluator has no rank; leave --rank out"
+            )
+        if self.role != "evaluator" and self.evaluate_every != default_of("evaluate_every"):
+            raise ConfigurationError(
+                f"--evaluate-every works only with --role evaluator, not with --role {self.role}"
+            )
+
+
+def option_name(field_name: str) -> str:
+    """Return the option of a field: `batch_size` is `--batch-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def default_of(name: str) -> Any:
+    """Return the default of a field; None when there is none, or when the machine decides."""
+    default = WorkerConfig.__dataclass_fields__[name].default
+    return None if default is MISSING else default
+
+
+def _check_name(name: str) -> None:
+    if not (0 < len(name) <= 128 and name.isprintable() and len(name.split()) == 1 and name != "*"):
+        raise ConfigurationError(f"--name must be 1 to 128 printable characters without spaces, not {name!r}")
+
+
+def parse_address(text: str) -> Address:
+    """Read `HOST:PORT`; an IPv6 address stands in brackets, as in `[::1]:5014`.
+
+    Raises:
+        ConfigurationError: the text is no address.
+    """
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII)
+    if match is None or not 0 < int(match[3]) <= 65535:
+        raise ConfigurationError(
+            f"{text!r} is not HOST:PORT with a port from 1 to 65535; write an IPv6 address as [::1]:5014"
+        )
+    return match[1] or match[2], int(match[3])
+
+
+# ---- TF_CONFIG -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """What `TF_CONFIG` says of this process; None where it says nothing."""
+
+    ps: Address | None = None
+    rank: int | None = None
+    role: str | None = None
+
+
+def parse_tf_config(text: str) -> ClusterTask:
+    """Read the JSON of the environment variable `TF_CONFIG`, as TensorFlow's distributed training defines it.
+
+    A chief is rank 0 and worker i is i + 1; without a chief worker i is i.
+
+    Args:
+        text: `{"cluster": {"ps": ["host:port"], "chief": [...], "worker": [...]}, "task": {"type", "index"}}`.
+
+    Raises:
+        ConfigurationError: the text is malformed, or describes a process that is no worker.
+    """
+    try:
+        document = json.loads(text or "{}")
+    except ValueError as error:
+        raise _malformed(f"is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise _malformed("is not a JSON object")
+    cluster, task = document.get("cluster", {}), document.get("task", {})
+    if not isinstance(cluster, dict) or not isinstance(task, dict):
+        raise _malformed("needs objects for 'cluster' and 'task'")
+    for job, addresses in cluster.items():
+        if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+            raise _malformed(f"needs a list of host:port for {job!r}")
+    servers = cluster.get("ps", [])
+    if len(servers) > 1:
+        raise _malformed(f"lists {len(servers)} parameter servers where there is one")
+    rank, role = _rank_and_role(cluster, task)
+    try:
+        return ClusterTask(parse_address(servers[0]) if servers else None, rank, role)
+    except ConfigurationError as error:
+        raise _malformed(f"has a wrong address for 'ps': {error}") from error
+
+
+def _rank_and_role(cluster: Mapping[str, list[str]], task: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    if not task:
+        return None, None
+    job, index = task.get("type"), task.get("index", 0)
+    if type(index) is not int or index < 0:
+        raise _malformed(f"needs a number from 0 as the task's 'index', not {index!r}")
+    listed = cluster.get(job, []) if isinstance(job, str) else []
+    if listed and index >= len(listed):
+        raise _malformed(f"says {job} {index}, but the cluster lists only {len(listed)}")
+    match job:
+        case "evaluator":
+            return None, "evaluator"
+        case "chief" if index == 0:
+            return 0, "worker"
+        case "worker":
+            return index + bool(cluster.get("chief")), "worker"
+        case "ps":
+            raise _malformed("says that this process is the ps; start weighmaster-ps for it")
+        case _:
+            raise _malformed(f"has a task that is no chief, worker or evaluator: {job!r} {index}")
+
+
+def _malformed(what: str) -> ConfigurationError:
+    return ConfigurationError(f"TF_CONFIG {what}; correct it or unset it")
