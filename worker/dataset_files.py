@@ -279,7 +279,8 @@ def _read_npz_array(path: Path, archive: zipfile.ZipFile, key: str) -> NDArray[A
                 f"array {key!r} of data file {path} holds Python objects, which are never loaded because that "
                 f"could run code: save it as a numeric array"
             )
-        if math.prod(shape) * dtype.itemsize != entry.file_size - header_bytes:
+        claimed_bytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or claimed_bytes != entry.file_size - header_bytes:
             raise _bad(path, f"is damaged (the size of array {key!r} is not what its header says)")
         with archive.open(entry) as stream:
             array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
