@@ -289,7 +289,7 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
         model = build(features, labels, training)
     except WeighmasterError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = (str(error).strip() or "no message").splitlines()[0]
         raise ConfigurationError(
             f"the build function {name!r} raised {type(error).__name__}: {text}{_where(build, error)}{_hint(text)}"
@@ -301,7 +301,7 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
     return model
 
 
-def _where(build: BuildFunction, error: Exception) -> str:
+def _where(build: BuildFunction, error: BaseException) -> str:
     file = getattr(getattr(build, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" ({file}, line {lines[-1]})" if lines else ""

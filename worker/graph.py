@@ -108,11 +108,11 @@ def _check_legacy_keras() -> None:
     if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "true", "True"):
         raise ConfigurationError(f"legacy Keras was asked for, but TensorFlow came up without it: {advice}")
     try:
-        version = str(tf.keras.__version__)
+        loaded = str(tf.keras.layers.Layer.__module__).partition(".")[0]
     except (ImportError, AttributeError) as error:
         raise ConfigurationError("legacy Keras needs the tf-keras package: install it") from error
-    if version.startswith("3."):
-        raise ConfigurationError(f"legacy Keras was asked for, but Keras {version} is loaded: {advice}")
+    if loaded != "tf_keras":
+        raise ConfigurationError(f"legacy Keras was asked for, but Keras 3 is loaded: {advice}")
 
 
 # ---- sessions ------------------------------------------------------------------------------------------
@@ -128,8 +128,17 @@ def _run(session: Any, fetches: Any, feeds: Mapping[str, Any], doing: str) -> An
     try:
         return session.run(fetches, feeds)
     except tf.errors.OpError as error:
-        text = (error.message or type(error).__name__).strip().splitlines()[0]
-        raise ConfigurationError(f"TensorFlow failed while {doing}: {text}") from error
+        where = f" in op {error.op.name}" if error.op is not None else ""
+        raise ConfigurationError(f"TensorFlow failed while {doing}{where}: {_reason(error.message)}") from error
+    except (ValueError, TypeError) as error:  # an array of another shape than its placeholder
+        raise ConfigurationError(f"TensorFlow refused an input while {doing}: {error}") from error
+
+
+def _reason(message: str) -> str:
+    """Return the line that says what happened; a list of the source lines that made the op comes before it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    after_node = [index + 1 for index, line in enumerate(lines) if line.startswith("Node: ")]
+    return lines[after_node[-1] if after_node and after_node[-1] < len(lines) else 0] if lines else "no message"
 
 
 def _start_local_variables(session: Any, built: BuiltGraph, operations: list[Any], draw: NDArray[np.int32]) -> None:
@@ -143,7 +152,7 @@ def _local_initializers(built: BuiltGraph) -> list[Any]:
 
 def draw_key(draw: tuple[int, int, int]) -> NDArray[np.int32]:
     """Return the key of a step's random numbers, int32 [2]: a hash of (seed, rank, step)."""
-    digest = hashlib.blake2b(struct.pack("<3q", *draw), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack("<3Q", *(number % 2**64 for number in draw)), digest_size=8).digest()
     return np.frombuffer(digest, "<i4")
 
 
@@ -232,10 +241,11 @@ class Trainer:
             draw: (seed, rank, step), of which all random numbers of the step are a function.
 
         Raises:
-            ConfigurationError: an op failed, such as a label outside the classes.
+            ConfigurationError: an op failed (such as for a label outside the classes), or the inputs do not fit.
             LocalProtocolError: `values` is not such a buffer.
         """
         built = self._built
+        _check_inputs(built, features)
         feeds = {
             **self._source.views(values),
             built.features.name: features,
@@ -277,10 +287,11 @@ class Evaluator:
             batch_size: examples per `session.run`; the last batch may be smaller.
 
         Raises:
-            ConfigurationError: an op failed.
+            ConfigurationError: an op failed, or the inputs do not fit.
             LocalProtocolError: `values` is not such a buffer.
         """
         built = self._built
+        _check_inputs(built, features)
         fetches = [built.loss] if built.accuracy is None else [built.loss, built.accuracy]
         fixed = {**self._source.views(values), built.draw.name: self._draw}
         total = np.zeros(len(fetches))
@@ -294,6 +305,13 @@ class Evaluator:
     def close(self) -> None:
         """Close the session."""
         self._session.close()
+
+
+def _check_inputs(built: BuiltGraph, features: NDArray[Any]) -> None:
+    if features.dtype.name != built.features.dtype.name:  # it would be converted at every step, without a word
+        raise ConfigurationError(
+            f"features are {features.dtype.name}, but the model was built for {built.features.dtype.name}"
+        )
 
 
 def _check_same(layout: Layout, analysis: Analysis) -> None:

@@ -80,6 +80,7 @@ def analyse(built: BuiltGraph) -> Analysis:
                 f"(op {assigns[item.name][0].name}); only the server updates it: leave the assignment out"
             )
     influences = ancestors([built.loss.op])
+    prove(built, influences, functions)
     remarks: list[str] = []
     with built.graph.as_default(), tf.name_scope("weighmaster"):
         gradients = _gradients(built.loss, trainable)
@@ -205,7 +206,7 @@ def _assigns(name: str, built: BuiltGraph, functions: "_Functions") -> list[Any]
         if op.type in ASSIGNS and built.graph.is_fetchable(op.inputs[1]):
             found.append(op)
             continue
-        if op.type.startswith("Rng") or (op.type.startswith("Stateful") and not bound):
+        if op.type in NOT_REPLAYABLE:
             return []  # a tf.random.Generator: its state stays with the worker
         for _, inner in _changes(op, functions):
             raise ConfigurationError(
