@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.connection import State
 from protocol.errors import (
     ConfigurationError,
     Diverged,
@@ -105,7 +106,8 @@ class ClientConfig:
         token: shared secret, or None.
         threads: offered; the server's record for this rank comes back in `welcome`.
         seed: None takes the server's.
-        on_event: told, in words, of waits, losses and returns.
+        on_event: told, in words, of losses, returns and attempts.
+        on_waiting: told about once a second for whom the server waits while this client waits for it.
     """
 
     address: Address
@@ -121,6 +123,7 @@ class ClientConfig:
     reconnect_timeout_s: float = 120.0
     congestion_control: str = "auto"
     on_event: Callable[[str], None] = lambda text: None
+    on_waiting: Callable[[str], None] = lambda text: None
 
 
 class Server:
@@ -224,7 +227,7 @@ class Server:
             try:
                 if goodbye:
                     link.send(Bye())
-            except NetworkError:
+            except (NetworkError, LocalProtocolError):  # it is broken, or the server has ended it already
                 goodbye = False
             link.close(LAST_WORDS_S if goodbye else 0.0)
         self._heart.join()
@@ -251,10 +254,20 @@ class Server:
                 if restarted and seq:  # the old epoch's gradient is worth nothing: go on from the current values
                     link.send(Pull(0))
                     return self._answer(link, 0)
-                send(link)
+                self._say(link, send)
                 return self._answer(link, seq)
             except NetworkError as error:
                 self._drop(error)
+
+    def _say(self, link: Link, send: Callable[[Link], None]) -> None:
+        """Send a request; when that fails, why the server hung up may still lie unread, and is raised instead."""
+        try:
+            send(link)
+        except NetworkError:
+            connection = link.connection
+            while connection.state is State.OPEN and not connection.payload_bytes and link.wait(0):
+                self._receive(link, Deadline(LAST_WORDS_S))
+            raise
 
     def _answer(self, link: Link, seq: int) -> Update:
         while True:
@@ -270,7 +283,7 @@ class Server:
                     self._send_initial(link)
                 case Heartbeat(waiting):
                     if waiting:
-                        self._config.on_event(waiting)
+                        self._config.on_waiting(waiting)
                 case _:
                     raise LocalProtocolError(f"a client does not expect {type(message).__name__}")
 
@@ -280,8 +293,8 @@ class Server:
         self._arenas.reverse()
         return Update(values.step, arena, values.applied, values.reason, restarted, values.done)
 
-    def _receive(self, link: Link) -> Message:
-        message = link.receive()
+    def _receive(self, link: Link, deadline: Deadline | None = None) -> Message:
+        message = link.receive(deadline)
         match message:
             case Refusal(code, reason):
                 raise Refused(code, f"the server at {link.peer} refused: {reason}")
@@ -357,7 +370,7 @@ class Server:
             link.send(Offer(config.manifest.to_wire(), config.threads, config.seed))
             message = self._receive(link)
             while isinstance(message, Heartbeat):
-                config.on_event(message.waiting)
+                config.on_waiting(message.waiting)
                 message = self._receive(link)
             self._agree(link, expect(message, Welcome))
             return link
@@ -411,12 +424,11 @@ class Server:
         self._config.on_event(f"the connection to the server is lost: {error}")
 
     def _beat(self) -> None:
-        interval = self.welcome.heartbeat_interval
-        while not self._closing.wait(min(interval / 4, 1.0)):
+        while not self._closing.wait(min(self.welcome.heartbeat_interval / 4, 1.0)):
             link = self._link
             if link is not None:
                 try:
-                    link.send_if_quiet(Heartbeat(), interval)
+                    link.send_if_quiet(Heartbeat(), self.welcome.heartbeat_interval)
                 except WeighmasterError:
                     continue  # the thread that asks will find the connection broken and mend it
 
@@ -501,5 +513,6 @@ def connect(
             connect_timeout_s=connect_timeout,
             reconnect_timeout_s=reconnect_timeout,
             on_event=on_event,
+            on_waiting=on_event,
         )
     )

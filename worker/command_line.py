@@ -12,11 +12,11 @@ import click
 import cloup
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from protocol.transport import Address
 from worker.config import (
     DATASETS,
     MODELS,
     ROLES,
-    Address,
     ClusterTask,
     WorkerConfig,
     default_of,
@@ -105,6 +105,11 @@ _OPTION_GROUPS = (
             type=click.Choice(ROLES),
         ),
         _option("token_file", "File with this worker's own line", unset="no token", metavar="FILE"),
+        _option(
+            "congestion_control",
+            "auto (reno on loopback only), system, or a name that the kernel knows",
+            metavar="auto|system|NAME",
+        ),
     ),
     cloup.option_group(
         "What it computes",

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
+from protocol.transport import Address
 
-DEFAULT_PORT = 5014
+DEFAULT_ADDRESS = Address("127.0.0.1", 5014)
 
 MODELS: tuple[str, ...] = ("mlp", "cifar10_cnn")
 """Models that ship, by name; listed here because `worker.models` needs TensorFlow."""
@@ -20,9 +21,6 @@ DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
 """Data sets that ship, by name."""
 
 ROLES: tuple[str, ...] = ("worker", "evaluator")
-
-Address = tuple[str, int]
-"""Host and TCP port."""
 
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
@@ -49,7 +47,7 @@ class WorkerConfig:
     """Everything that a worker is told; times are seconds.
 
     Attributes:
-        ps: host and port of the parameter server.
+        ps: address of the parameter server.
         rank: number of this worker; None: the server hands out the lowest that is free.
         name: who this is; None: host name and rank.
         role: `worker` computes gradients, `evaluator` measures the values on the test data.
@@ -65,10 +63,11 @@ class WorkerConfig:
         evaluate_every: steps between two evaluations of an evaluator.
         connect_timeout: wait for the server at the start.
         reconnect_timeout: wait for the server once it was lost.
+        congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
         dry_run: build the model, prove that its variables can be fed, and use no network.
     """
 
-    ps: Address = ("127.0.0.1", DEFAULT_PORT)
+    ps: Address = DEFAULT_ADDRESS
     rank: int | None = None
     name: str | None = None
     role: str = "worker"
@@ -84,6 +83,7 @@ class WorkerConfig:
     evaluate_every: int = 20
     connect_timeout: float = 60.0
     reconnect_timeout: float = 120.0
+    congestion_control: str = "auto"
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -112,6 +112,11 @@ class WorkerConfig:
         if self.dataset not in DATASETS and not npz and not _FUNCTION.fullmatch(self.dataset):
             raise ConfigurationError(
                 f"--dataset must be {', '.join(DATASETS)}, npz:FILE or file.py:function, not {self.dataset!r}"
+            )
+        if not re.fullmatch(r"[a-z0-9_-]{1,15}", self.congestion_control):
+            raise ConfigurationError(
+                f"--congestion-control must be auto, system or a name that the kernel knows, such as reno, "
+                f"not {self.congestion_control!r}"
             )
         if self.role == "evaluator" and self.rank is not None:
             raise ConfigurationError(
@@ -150,7 +155,7 @@ def parse_address(text: str) -> Address:
         raise ConfigurationError(
             f"{text!r} is not HOST:PORT with a port from 1 to 65535; write an IPv6 address as [::1]:5014"
         )
-    return match[1] or match[2], int(match[3])
+    return Address(match[1] or match[2], int(match[3]))
 
 
 # ---- TF_CONFIG -----------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""`python -m worker`: read the options, build the model, join the run, train or evaluate until it is done."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from protocol.errors import ConfigurationError, ExitCode, Interrupted
+from protocol.messages import AUTO_RANK, Role
+from protocol.tensors import Layout
+from protocol.tokens import parse_grants, read_secret
+from worker.batches import Shard
+from worker.client import ClientConfig, InitialValues, Server
+from worker.command_line import build_command, execute
+from worker.config import WorkerConfig
+from worker.datasets import load_dataset, num_classes
+from worker.definitions import Dataset, Model
+from worker.loop import WaitLog, evaluate, train
+
+if TYPE_CHECKING:
+    from worker import graph
+
+LEAVE_S = 4.0
+"""A signal ends the process within this time even when TensorFlow is in the middle of a long step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker has before it knows the server: options, data, and the model as its graph shows it."""
+
+    config: WorkerConfig
+    dataset: Dataset
+    build: Callable[..., Model]
+    inputs: "graph.InputSpec"
+    description: "graph.Description"
+
+
+def run(config: WorkerConfig) -> int:
+    """Run one worker or evaluator and return the exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    token = _token(config)
+    job = _prepare(config)
+    if config.dry_run:
+        return _print_plan(job)
+    return _evaluate(job, token) if Role(config.role) is Role.EVALUATOR else _train(job, token)
+
+
+def _prepare(config: WorkerConfig) -> Job:
+    """Load the data and build the model; TensorFlow is imported here and not before."""
+    dataset = load_dataset(config.dataset, config.data_dir)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if config.legacy_keras:
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    try:
+        from worker import graph, models
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras", "tf_keras"):
+            raise
+        raise ConfigurationError(
+            f"this worker needs TensorFlow, and {error.name} is not installed: "
+            "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
+        ) from error
+    build = models.load_build(config.model, num_classes(dataset))
+    features = dataset.train_features
+    inputs = graph.InputSpec(tuple(features.shape[1:]), features.dtype.name)
+    description = graph.describe(build, inputs, legacy_keras=config.legacy_keras)
+    for remark in description.remarks:
+        _say(f"remark: {remark}")
+    if not description.replayable:
+        _say(f"remark: a step computed again may differ: {description.replayable_reason}")
+    return Job(config, dataset, build, inputs, description)
+
+
+def _train(job: Job, token: str | None) -> int:
+    from worker import graph
+
+    config, trainers = job.config, list[graph.Trainer]()
+    with Server(_client(job, token, lambda: trainers[0].initial_values())) as server:
+        agreed = server.welcome
+        _tell_threads(agreed.threads, config.threads)
+        shard = Shard.of(
+            len(job.dataset.train_labels), agreed.rank, agreed.shards, agreed.seed, config.trusted_examples
+        )
+        _say(shard.describe(config.batch_size))
+        trainers.append(graph.Trainer(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads))
+        last = train(server, trainers[0], job.dataset, shard, config.batch_size, agreed.seed, agreed.rank, _say)
+        _say(f"done at step {last.step}")
+    return ExitCode.DONE
+
+
+def _evaluate(job: Job, token: str | None) -> int:
+    from worker import graph
+
+    def cannot_initialise() -> dict[str, NDArray[Any]]:
+        raise ConfigurationError("an evaluator has no initial values to give")
+
+    with Server(_client(job, token, cannot_initialise)) as server:
+        agreed = server.welcome
+        evaluator = graph.Evaluator(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads)
+        evaluate(server, evaluator, job.dataset, job.config.evaluate_every, _say)
+    return ExitCode.DONE
+
+
+def _client(job: Job, token: str | None, initial_values: InitialValues) -> ClientConfig:
+    config = job.config
+    return ClientConfig(
+        address=config.ps,
+        manifest=job.description.manifest,
+        initial_values=initial_values,
+        rank=AUTO_RANK if config.rank is None else config.rank,
+        name=config.name or "",
+        role=Role(config.role),
+        token=token,
+        threads=config.threads,
+        seed=config.seed,
+        connect_timeout_s=config.connect_timeout,
+        reconnect_timeout_s=config.reconnect_timeout,
+        congestion_control=config.congestion_control,
+        on_event=_say,
+        on_waiting=WaitLog(_say),
+    )
+
+
+def _tell_threads(agreed: int, offered: int) -> None:
+    if agreed != offered:
+        _say(f"using {agreed} threads, as recorded for this rank, instead of {offered}")
+
+
+def _print_plan(job: Job) -> int:
+    layout = Layout.of(job.description.manifest)
+    print(
+        f"model {job.config.model} on {job.config.dataset}: "
+        f"{len(layout.slots)} variables, {job.description.ops} operations"
+    )
+    for spec in job.description.manifest.variables:
+        print(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
+    print(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
+    print(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
+    return ExitCode.DONE
+
+
+def _token(config: WorkerConfig) -> str | None:
+    if config.token_file is None:
+        return None
+    grants = parse_grants(read_secret(config.token_file).splitlines(), str(config.token_file))
+    if len(grants) != 1:
+        raise ConfigurationError(
+            f"{config.token_file} holds {len(grants)} lines; a worker's token file holds its own line only"
+        )
+    return grants[0].token.decode("ascii")
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    interrupted = Interrupted(signal.Signals(number).name)
+    # A step inside TensorFlow cannot be broken off: the exception below waits for its end, this timer does not.
+    timer = threading.Timer(LEAVE_S, os._exit, (int(interrupted.exit_code),))
+    timer.daemon = True
+    timer.start()
+    raise interrupted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit code."""
+    return execute(build_command(run), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

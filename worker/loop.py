@@ -1,0 +1,155 @@
+"""The worker's loop: pull, compute, push, in the order in which it happens. Needs no TensorFlow."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.batches import Shard, gather
+from worker.client import Update
+from worker.definitions import Dataset
+
+EVALUATION_BATCH = 500
+"""Examples in one run of an evaluation; the result does not depend on it but for rounding."""
+
+REPEAT_S = 10.0
+"""Shortest time between two lines about the same wait."""
+
+
+class Computed(Protocol):
+    """What a trainer returns; see `worker.graph.Gradients`."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the batch."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers, or None."""
+
+    @property
+    def examples(self) -> int:
+        """Size of the batch."""
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The payload of the push."""
+
+
+class Computes(Protocol):
+    """What the loop needs of a trainer; see `worker.graph.Trainer`."""
+
+    def compute(
+        self,
+        values: NDArray[np.uint8],
+        features: NDArray[Any],
+        labels: NDArray[np.int32],
+        draw: tuple[int, int, int],
+    ) -> Computed:
+        """Compute loss and gradients of one batch at `values`."""
+
+
+class Measured(Protocol):
+    """What an evaluator returns; see `worker.graph.Evaluation`."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers, or None."""
+
+    @property
+    def examples(self) -> int:
+        """How many were measured."""
+
+
+class Measures(Protocol):
+    """What the loop needs of an evaluator; see `worker.graph.Evaluator`."""
+
+    def evaluate(
+        self, values: NDArray[np.uint8], features: NDArray[Any], labels: NDArray[np.int32], batch_size: int
+    ) -> Measured:
+        """Measure the model at `values`."""
+
+
+class Pushes(Protocol):
+    """What the loop needs of the server; see `worker.client.Server`."""
+
+    def pull(self, min_step: int = 0) -> Update:
+        """Return current values."""
+
+    def push_buffers(
+        self, payload: Sequence[memoryview | bytes], *, loss: float | None, accuracy: float | None, examples: int
+    ) -> Update:
+        """Push a gradient, return the next values."""
+
+    def report(self, step: int, loss: float, accuracy: float | None, examples: int) -> None:
+        """Report a measurement."""
+
+
+Say = Callable[[str], None]
+
+
+def train(
+    server: Pushes,
+    trainer: Computes,
+    dataset: Dataset,
+    shard: Shard,
+    batch_size: int,
+    seed: int,
+    rank: int,
+    say: Say,
+) -> Update:
+    """Push gradients until the run is done; return the final values.
+
+    The batch of a step is a function of (seed, rank, step) alone, so a worker that starts again, or is sent back
+    to an earlier step, computes the same gradients again.
+    """
+    update = server.pull()
+    while not update.done:
+        features, labels = gather(dataset, shard.batch_ids(update.step, batch_size))
+        gradients = trainer.compute(update.arena.buffer, features, labels, (seed, rank, update.step))
+        answered = server.push_buffers(
+            gradients.buffers, loss=gradients.loss, accuracy=gradients.accuracy, examples=gradients.examples
+        )
+        if answered.restarted:
+            say(f"the server has started anew: going on from step {answered.step}")
+        elif not answered.applied:
+            say(f"the push of step {update.step} did not count: {answered.reason}")
+        update = answered
+    return update
+
+
+def evaluate(server: Pushes, evaluator: Measures, dataset: Dataset, every: int, say: Say) -> Measured:
+    """Measure values on the test data every `every` steps until the run is done; return the last measurement."""
+    update = server.pull()
+    while True:
+        measured = evaluator.evaluate(
+            update.arena.buffer, dataset.test_features, dataset.test_labels, EVALUATION_BATCH
+        )
+        server.report(update.step, measured.loss, measured.accuracy, measured.examples)
+        accuracy = "" if measured.accuracy is None else f", test accuracy {measured.accuracy:.4f}"
+        say(f"step {update.step}: test loss {measured.loss:.4f}{accuracy}")
+        if update.done:
+            return measured
+        update = server.pull(update.step + every)
+
+
+class WaitLog:
+    """Passes on what the server says it waits for, but not once a second."""
+
+    def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._said_at: float | None = None
+
+    def __call__(self, waiting: str) -> None:
+        """Take note of a wait, and say so if nothing was said for a while."""
+        now = self._clock()
+        if self._said_at is None or now - self._said_at >= REPEAT_S:
+            self._said_at = now
+            self._say(f"waiting: {waiting}")
