@@ -1,5 +1,6 @@
 """What the operator sees of a run: one live line on a terminal, plain lines elsewhere."""
 
+import os
 import threading
 from collections import deque
 from typing import TextIO
@@ -14,6 +15,9 @@ PLAIN_LINE_S = 5.0
 
 RATE_SAMPLES = 30
 """The time left is reckoned from the last samples of the step, a second or more apart, not from the start."""
+
+UNKNOWN_WIDTH = 120
+"""Columns to use on a terminal that does not tell its width."""
 
 
 class _Line(tqdm):  # type: ignore[misc]
@@ -48,7 +52,9 @@ class Console:
         self._broken = False
         self._line: _Line | None = None
         if stream.isatty() if interactive is None else interactive:
-            self._line = _Line(file=stream, bar_format="{desc}", dynamic_ncols=True, leave=True, delay=1e-9)
+            size = {"dynamic_ncols": True} if _has_width(stream) else {"ncols": UNKNOWN_WIDTH, "nrows": 20}
+            # The delay keeps it from drawing an empty line before the first progress.
+            self._line = _Line(file=stream, bar_format="{desc}", delay=1e-9, **size)
 
     def progress(
         self,
@@ -137,6 +143,14 @@ class Console:
         self._broken = True
         if self._line is not None:
             self._line.disable = True  # else its finaliser would write again
+
+
+def _has_width(stream: TextIO) -> bool:
+    """Tell whether a terminal knows its width; in one of width 0, as some programs make, all would be cut."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return False
 
 
 def _duration(seconds: float) -> str:

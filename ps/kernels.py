@@ -37,20 +37,23 @@ UpdateKernel = Callable[
 """Signature of all updates: every array has the dtype of the run and is C contiguous and writeable."""
 
 
-def _compiled(*fastmath: str) -> Callable[[_Function], _Function]:
-    """Compile lazily, for each dtype; fall back to no cache on disk where none can be written."""
+def _compiled(*fastmath: str, cached: bool = True) -> Callable[[_Function], _Function]:
+    """Compile lazily, for each dtype; fall back to no cache on disk where none can be written.
+
+    What only other kernels call is not `cached`: their entries contain it.
+    """
 
     def decorate(function: _Function) -> _Function:
         options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
         try:
-            return cast(_Function, numba.njit(cache=True, **options)(function))
+            return cast(_Function, numba.njit(cache=cached, **options)(function))
         except RuntimeError:  # numba found no writeable folder for its cache
             return cast(_Function, numba.njit(**options)(function))
 
     return decorate
 
 
-@_compiled()
+@_compiled(cached=False)
 def _sum_block(
     rows: NDArray[Any],
     first: int,
@@ -100,7 +103,7 @@ def _sum_block(
         done += 1
 
 
-@_compiled()
+@_compiled(cached=False)
 def _average_block(average: NDArray[Any], new: NDArray[Any], rate: Any) -> None:
     """Move `average` towards `new` by `rate`."""
     for i in range(new.size):

@@ -1,0 +1,117 @@
+"""The house rules that a reader relies on: who imports whom, and what is nowhere."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("protocol", "ps", "worker")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+FORBIDDEN_PACKAGES = {"protocol": {"ps", "worker"}, "ps": {"worker"}, "worker": {"ps"}}
+OUTSIDE_OF_PROTOCOL = {"numpy", "msgpack"}
+
+TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
+MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "feeding", "proof", "models")}
+
+SOCKETS = {"socket", "ssl", "socketserver", "select", "selectors", "asyncio"}
+MAY_IMPORT_SOCKETS = {"protocol/transport.py"}
+SHELLS_OF_PROTOCOL = {"protocol/transport.py", "protocol/link.py", "protocol/tokens.py"}
+IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}
+
+UNSAFE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """Yield the full names of all modules that a source imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "__import__",
+            "import_module",
+            "importlib.import_module",
+        ):
+            argument = node.args[0] if node.args else None
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value
+
+
+def _roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path.read_text())}
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    source = "def f():\n    import a.b\n    from c import d\n    importlib.import_module('e.f')\n"
+    assert set(imports_of(source)) == {"a.b", "c", "e.f"}
+
+
+def test_there_is_something_to_check() -> None:
+    assert {path.parent.name for path in MODULES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
+    name, package, roots = _name(path), path.relative_to(ROOT).parts[0], _roots(path)
+    assert not roots & FORBIDDEN_PACKAGES[package]
+    assert not roots & UNSAFE_LOADERS, "nothing here may load what can run code"
+    if name not in MAY_IMPORT_TENSORFLOW:
+        assert not roots & TENSORFLOW
+    if name not in MAY_IMPORT_SOCKETS:
+        assert not roots & SOCKETS
+    if package == "protocol":
+        assert roots <= sys.stdlib_module_names | OUTSIDE_OF_PROTOCOL | {"protocol"}
+        if name not in SHELLS_OF_PROTOCOL:
+            assert not roots & IMPURE, "the core is pure: no socket, thread, clock or environment"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_no_array_is_ever_unpickled(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert isinstance(node.value, ast.Constant)
+            assert node.value.value is False
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_no_module_is_named_like_one_of_the_standard_library(path: Path) -> None:
+    assert path.stem.startswith("__") or path.stem not in sys.stdlib_module_names
+
+
+def test_no_test_folder_takes_a_packages_place() -> None:
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    assert not {folder.name for folder in folders} & set(PACKAGES)
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_core_imports_where_there_is_no_tensorflow() -> None:
+    """With TensorFlow made unimportable, all of protocol and ps, and the face of worker, import."""
+    modules = [
+        _name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in MODULES
+        if path.parts[-2] != "worker" and path.stem != "__main__"
+    ]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {sorted(TENSORFLOW)!r}: sys.modules[name] = None\n"
+        f"for name in {[*modules, 'worker']!r}: importlib.import_module(name)\n"
+        "import worker\n"
+        "for name in worker.__all__: getattr(worker, name)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+def test_importing_the_packages_does_not_load_tensorflow() -> None:
+    program = f"import ps, protocol, worker, sys; sys.exit(bool({TENSORFLOW!r} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)

@@ -1,0 +1,310 @@
+"""The server's options: what each is by default, where it comes from, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from protocol.errors import ConfigurationError
+from ps import config
+from ps.command_line import TokenRequest, build_command, execute, parse, size_bytes
+from ps.config import COLUMNS, Combination, ServerConfig, check_combination, is_loopback, memory_limit_bytes
+
+NEEDED = ["--workers", "3", "--steps", "10"]
+RUN_DIR = ["--run-dir", "here"]
+
+
+def ignore(_: Any) -> int:
+    return 0
+
+
+def commands() -> list[click.Command]:
+    group = build_command(ignore, ignore)
+    return [group, *group.commands.values()]
+
+
+def options() -> list[tuple[str, click.Option]]:
+    return [
+        (command.name or "", parameter)
+        for command in commands()
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and parameter.name not in ("help", "version")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, option in options():
+        monkeypatch.delenv(str(option.envvar), raising=False)
+
+
+@pytest.mark.parametrize(("command", "option"), options(), ids=lambda value: getattr(value, "name", value))
+def test_every_option_has_its_variable_its_help_and_its_default(command: str, option: click.Option) -> None:
+    assert option.envvar == f"WEIGHMASTER_{str(option.name).upper()}"
+    assert option.help
+    context = click.Context(next(one for one in commands() if one.name == command))
+    _, text = option.get_help_record(context) or ("", "")
+    assert f"env var: {option.envvar}" in text
+    assert "default: " in text
+
+
+def test_every_field_has_an_option_and_every_option_a_field() -> None:
+    names = {option.name for command, option in options() if command != "token"}
+    assert names == {field.name for field in dataclasses.fields(ServerConfig)}
+
+
+def test_options_not_given_are_the_fields_defaults() -> None:
+    assert parse([*NEEDED, *RUN_DIR]) == ServerConfig(workers=3, steps=10, run_dir=Path("here"))
+
+
+def test_the_defaults_are_as_documented() -> None:
+    made = parse(NEEDED)
+    assert (made.host, made.port, made.shard_count, made.optimizer) == ("127.0.0.1", 5014, 3, "adam")
+    assert (made.start_timeout, made.round_timeout, made.rejoin_timeout) == (300, 300, 120)
+    assert (made.drain_timeout, made.heartbeat_interval, made.heartbeat_timeout) == (30, 5, 30)
+    assert 1 <= made.threads <= config.MAX_UPDATE_THREADS
+    assert made.run_dir.parts[0] == "runs"
+    assert made.max_memory == int(0.8 * memory_limit_bytes())
+    assert made.max_model_bytes == 8 * 2**30
+
+
+def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {
+        "workers": 2,
+        "steps": 7,
+        "host": "localhost",
+        "port": 0,
+        "port_file": Path("p"),
+        "shards": 4,
+        "mode": "shared",
+        "consistency": "sync",
+        "aggregation": "mean",
+        "mean_over": "examples",
+        "optimizer": "sgd",
+        "learning_rate": 0.5,
+        "momentum": 0.9,
+        "nesterov": True,
+        "schedule": "exponential",
+        "decay_steps": 100,
+        "decay_rate": 0.5,
+        "staircase": True,
+        "warmup_steps": 3,
+        "clip_worker_norm": 1.5,
+        "clip_norm": 2.5,
+        "ema_decay": 0.99,
+        "seed": 11,
+        "threads": 2,
+        "on_worker_loss": "wait",
+        "start_timeout": 1.0,
+        "round_timeout": 2.0,
+        "rejoin_timeout": 3.0,
+        "drain_timeout": 4.0,
+        "heartbeat_interval": 5.5,
+        "heartbeat_timeout": 6.5,
+        "run_dir": Path("d"),
+        "init": Path("i"),
+        "export": Path("e.safetensors"),
+        "summary": Path("s"),
+        "token_file": Path("t"),
+        "max_memory": 64 << 20,
+        "max_model_bytes": 1 << 20,
+        "congestion_control": "cubic",
+    }
+    others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.1, "weight_decay": 0.2, "insecure": True}
+    assert given.keys() | others.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
+    for name, value in given.items():
+        monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
+    assert parse([]) == ServerConfig(**given)
+    for name in given:
+        monkeypatch.delenv(f"WEIGHMASTER_{name.upper()}")
+    for name, value in others.items():
+        monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
+    assert parse([*NEEDED, *RUN_DIR, "--optimizer", "adamw"]) == ServerConfig(
+        workers=3, steps=10, run_dir=Path("here"), optimizer="adamw", **others
+    )
+
+
+def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHMASTER_PORT", "1111")
+    monkeypatch.setenv("WEIGHMASTER_INSECURE", "1")
+    assert parse([*NEEDED]).port == 1111
+    assert parse([*NEEDED, "--port", "2222"]).port == 2222
+    assert parse([*NEEDED]).insecure
+    assert not parse([*NEEDED, "--no-insecure"]).insecure
+
+
+REFUSED = [
+    (["--staircase"], ["--staircase", "--schedule"]),
+    (["--momentum", "0.9"], ["--momentum", "--optimizer adam"]),
+    (["--optimizer", "sgd", "--beta1", "0.5"], ["--beta1", "--optimizer sgd"]),
+    (["--optimizer", "sgd", "--weight-decay", "0.1"], ["--weight-decay", "--optimizer sgd"]),
+    (["--weight-decay", "0.1"], ["--weight-decay", "--optimizer adam"]),
+    (["--optimizer", "sgd", "--nesterov"], ["--nesterov", "--momentum"]),
+    (["--nesterov"], ["--nesterov", "--optimizer"]),
+    (["--schedule", "cosine"], ["--schedule cosine", "--decay-steps"]),
+    (["--schedule", "exponential", "--decay-steps", "5"], ["--schedule exponential", "--decay-rate"]),
+    (["--schedule", "exponential", "--decay-rate", "0.5"], ["--schedule exponential", "--decay-steps"]),
+    (["--schedule", "cosine", "--decay-steps", "5", "--decay-rate", "0.5"], ["--decay-rate", "--schedule"]),
+    (["--decay-steps", "5"], ["--decay-steps", "--schedule constant"]),
+    (["--heartbeat-timeout", "5"], ["--heartbeat-timeout", "--heartbeat-interval"]),
+    (["--insecure", "--token-file", "t"], ["--insecure", "--token-file"]),
+    (["--shards", "2"], ["--shards", "--workers"]),
+    (["--host", "0.0.0.0"], ["--host 0.0.0.0", "--token-file", "--insecure"]),
+    (["--export", "model.npz"], ["--export", ".safetensors"]),
+    (["--summary", "same", "--port-file", "same"], ["--summary", "--port-file"]),
+    (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
+    (["--learning-rate", "inf"], ["--learning-rate", "inf"]),
+    (["--start-timeout", "1e300"], ["--start-timeout"]),
+    (["--start-timeout", "0"], ["--start-timeout", "above 0"]),
+    (["--steps", "0"], ["--steps must be at least 1"]),
+    (["--port", "65536"], ["--port", "65535"]),
+    (["--beta2", "1"], ["--beta2", "below 1"]),
+    (["--seed", "-1"], ["--seed"]),
+    (["--mode", "ensemble"], ["--mode", "shared"]),
+    (["--consistency", "async"], ["--consistency", "sync"]),
+    (["--congestion-control", "no such"], ["--congestion-control"]),
+    (["--max-memory", "4Q"], ["--max-memory", "4Q"]),
+    (["--port", "http"], ["--port", "http"]),
+    (["--no-such-option"], ["--no-such-option"]),
+    (["no-such-command"], ["no-such-command"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=lambda value: " ".join(value))
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
+    arguments: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(build_command(ignore, ignore), [*NEEDED, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("weighmaster-ps: ")
+    for name in named:
+        assert name in output.err
+    with pytest.raises(ConfigurationError):
+        parse([*NEEDED, *arguments])
+
+
+@pytest.mark.parametrize("missing", ["--workers", "--steps"])
+def test_a_missing_option_is_named_with_its_variable(missing: str) -> None:
+    index = NEEDED.index(missing)
+    with pytest.raises(ConfigurationError, match=f"{missing} is missing.*WEIGHMASTER_{missing[2:].upper()}"):
+        parse(NEEDED[:index] + NEEDED[index + 2 :])
+
+
+def test_what_is_allowed_beyond_loopback() -> None:
+    assert parse([*NEEDED, "--host", "0.0.0.0", "--insecure"]).insecure
+    assert parse([*NEEDED, "--host", "::", "--token-file", "t"]).token_file == Path("t")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("::ffff:127.0.0.1", True),
+        ("LocalHost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("localhost.example", False),
+    ],
+)
+def test_loopback_is_told_from_the_rest_without_asking_the_network(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_the_table_of_combinations_drives_refusals() -> None:
+    """A table of a later server: any two of a row go together, and a clash names the two."""
+    table = (
+        Combination(("shared",), ("sync",), ("mean", "median"), ("wait", "shrink")),
+        Combination(("shared",), ("async",), ("mean",), ("shrink",)),
+        Combination(("ensemble",), ("sync",), ("master",), ("wait",)),
+    )
+
+    def asked(*values: str) -> dict[str, str]:
+        return dict(zip(COLUMNS, values, strict=True))
+
+    for row in table:
+        check_combination(asked(*(getattr(row, column)[-1] for column in COLUMNS)), table)
+    with pytest.raises(ConfigurationError, match="--consistency async and --aggregation median do not go"):
+        check_combination(asked("shared", "async", "median", "shrink"), table)
+    with pytest.raises(ConfigurationError, match="--mode ensemble and --consistency async do not go"):
+        check_combination(asked("ensemble", "async", "master", "wait"), table)
+
+
+def test_three_that_clash_only_together_are_all_named() -> None:
+    table = (
+        Combination(("a",), ("x",), ("1",), ("w",)),
+        Combination(("a",), ("y",), ("2",), ("w",)),
+        Combination(("b",), ("x",), ("2",), ("w",)),
+    )
+    with pytest.raises(ConfigurationError, match="--mode a, --consistency x, --aggregation 2 and --on-worker"):
+        check_combination(dict(zip(COLUMNS, ("a", "x", "2", "w"), strict=True)), table)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("17", 17), ("2k", 2048), ("1.5M", 3 << 19), ("8G", 8 << 30), ("1t", 1 << 40)]
+)
+def test_sizes_take_a_suffix(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "8GB", "0x10", "1,5G"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="not a size"):
+        size_bytes(text)
+
+
+def test_the_memory_limit_is_the_smallest_of_the_cgroups_above(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/a/b"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    assert memory_limit_bytes(tmp_path) == memory_limit_bytes(tmp_path / "nothing")
+    (group / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text("50000000\n")
+    assert memory_limit_bytes(tmp_path) == 50_000_000
+    (group / "memory.max").write_text("40000000\n")
+    assert memory_limit_bytes(tmp_path) == 40_000_000
+
+
+def test_the_sub_command_makes_a_token_and_serving_options_do_not_go_with_it() -> None:
+    asked: list[TokenRequest] = []
+
+    def keep(request: TokenRequest) -> int:
+        asked.append(request)
+        return 9
+
+    command = build_command(ignore, keep)
+    assert execute(command, ["token"]) == 9
+    assert execute(command, ["token", "--name", "a", "--rank", "4", "--file", "f"]) == 9
+    assert execute(command, ["token", "--role", "evaluator", "--name", "e"]) == 9
+    assert asked == [
+        TokenRequest("*", "worker", None, None),
+        TokenRequest("a", "worker", 4, Path("f")),
+        TokenRequest("e", "evaluator", None, None),
+    ]
+    for refused in (
+        ["token", "--rank", "x"],
+        ["token", "--name", "two words"],
+        ["token", "--name", "#"],
+        ["token", "--role", "evaluator", "--rank", "1"],
+        ["--workers", "2", "token"],
+    ):
+        assert execute(command, refused) == 2
+    assert len(asked) == 3
+
+
+def test_the_exit_code_is_the_handlers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(build_command(lambda _: 7, ignore), NEEDED) == 7
+    assert execute(build_command(ignore, ignore), ["--help"]) == 0
+    text = capsys.readouterr().out
+    for title in ("The run", "Optimizer", "Time-outs", "Files and memory"):
+        assert f"\n{title}:\n" in text

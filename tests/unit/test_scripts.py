@@ -1,0 +1,80 @@
+"""The shell scripts, read and not run: syntax, shellcheck, and the options that they name."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from ps.command_line import build_command as build_ps
+from worker.command_line import build_command as build_worker
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCED = ROOT / "scripts/environment.sh"
+STARTED = [*(path for path in sorted((ROOT / "scripts").glob("*.sh")) if path != SOURCED), ROOT / ".ci/run"]
+TRAIN = (ROOT / "scripts/train.sh").read_text()
+
+
+def _names(command: click.Command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+PS = build_ps(lambda _: 0, lambda _: 0)
+PS_OPTIONS, TOKEN_OPTIONS = _names(PS), _names(PS.commands["token"])
+WORKER_OPTIONS = _names(build_worker(lambda _: 0))
+
+
+def test_the_scripts_are_there() -> None:
+    names = {path.name for path in STARTED}
+    assert {"train.sh", "launch_ps.sh", "launch_worker.sh", "test.sh", "check.sh", "run"} <= names
+
+
+@pytest.mark.parametrize("path", [SOURCED, *STARTED], ids=lambda path: path.name)
+def test_bash_can_read_it(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", STARTED, ids=lambda path: path.name)
+def test_it_can_be_started_and_stops_at_an_error(path: Path) -> None:
+    assert os.access(path, os.X_OK)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+
+
+def test_shellcheck_finds_nothing() -> None:
+    beside_python = Path(sys.executable).with_name("shellcheck")
+    shellcheck = str(beside_python) if beside_python.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    command = [shellcheck, "--external-sources", "--source-path=SCRIPTDIR", *map(str, (SOURCED, *STARTED))]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert found.stdout == ""
+    assert found.returncode == 0
+
+
+def test_train_names_no_option_that_the_programs_do_not_have() -> None:
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TRAIN.replace("--help", "")))
+    assert used
+    assert used <= PS_OPTIONS | WORKER_OPTIONS | TOKEN_OPTIONS
+
+
+def test_train_hands_each_option_to_a_program_that_has_it() -> None:
+    """What train.sh keeps for the workers, they have; all else of theirs is the server's too, or set by it."""
+    case = re.search(r"--workers \| --steps[^)]*\)", TRAIN)
+    assert case is not None
+    kept = set(re.findall(r"--[a-z-]+", case[0])) - {"--workers", "--steps", "--run-dir"}
+    assert kept == {
+        "--model",
+        "--dataset",
+        "--data-dir",
+        "--batch-size",
+        "--trusted-examples",
+        "--evaluate-every",
+    }
+    assert kept <= WORKER_OPTIONS
+    assert not kept & PS_OPTIONS
