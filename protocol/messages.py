@@ -20,8 +20,8 @@ MAX_RANK = 65_535
 MAX_NAME_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 4096
 
-MAX_SECONDS = 1e6
-"""Longest interval that may be agreed: `poll` counts milliseconds in 31 bits."""
+MAX_SECONDS = 1e8
+"""Longest interval that may be agreed, three years: finite, so that no arithmetic on it can fail."""
 
 
 class Side(StrEnum):

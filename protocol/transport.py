@@ -224,7 +224,7 @@ class PlainChannel:
         Closing with unread bytes would reset the connection and could destroy our last words on their way.
         """
         poll = select.poll()  # one of its own: a wake-up that was set must not end the wait for the peer
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # broken, or closed before
             poll.register(self._socket, select.POLLIN)
             self._socket.shutdown(socket.SHUT_WR)
             deadline = Deadline(linger_s)

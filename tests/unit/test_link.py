@@ -1,0 +1,305 @@
+"""Links: whole messages over a channel, from several threads, and for how long each may take."""
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from protocol import transport
+from protocol.connection import State
+from protocol.errors import ConnectionLost, LocalProtocolError, PeerSilent, RemoteProtocolError
+from protocol.link import HANDSHAKE_S, RECEIVE_BLOCK, Link, expect
+from protocol.messages import Bye, Heartbeat, Initial, Kind, Offer, Pull, Push, Side, Values
+from protocol.tensors import Layout, Manifest, VariableSpec
+from protocol.transport import Address, Deadline, Listener, connect
+from tests.unit.exchange import LAYOUT, OPENING, SAMPLES, other
+
+
+class MemoryChannel:
+    """One end of a pipe in memory: what is missing counts as the peer's end of the stream."""
+
+    def __init__(self, incoming, outgoing):
+        self.peer = "memory:1"
+        self.incoming, self.outgoing = incoming, outgoing
+        self.closed_with = None
+        self.between = lambda size, patience: None
+
+    def send(self, buffers, patience):
+        self.outgoing.extend(b"".join(buffers))
+
+    def receive_into(self, view, patience):
+        self.between(view.nbytes, patience)
+        if view.nbytes > len(self.incoming):
+            raise ConnectionLost(f"{self.peer} closed the connection")
+        view[:] = bytes(self.incoming.popleft() for _ in range(view.nbytes))
+
+    def wait(self, timeout_s, wake=None):
+        return bool(self.incoming)
+
+    def abort(self):
+        self.closed_with = "abort"
+
+    def close(self, linger_s=0.0):
+        self.closed_with = linger_s
+
+
+@pytest.fixture
+def links():
+    """Both ends of a connection that is open."""
+    up, down = deque(), deque()
+    both = {
+        Side.WORKER: Link(MemoryChannel(down, up), Side.WORKER),
+        Side.SERVER: Link(MemoryChannel(up, down), Side.SERVER),
+    }
+    for sender, kind in OPENING:
+        both[sender].send(SAMPLES[kind])
+        assert both[other(sender)].receive() == SAMPLES[kind]
+    for link in both.values():
+        link.connection.agree(LAYOUT)
+    return both[Side.WORKER], both[Side.SERVER]
+
+
+def test_a_message_and_its_payload_arrive_whole(links):
+    worker, server = links
+    payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
+    worker.send(SAMPLES[Kind.PUSH], [payload.data[:100], payload.data[100:]], payload.nbytes)
+    worker.send(Bye())
+    assert server.receive() == SAMPLES[Kind.PUSH]
+    received = np.empty_like(payload)
+    server.receive_payload(memoryview(received))
+    np.testing.assert_array_equal(received, payload)
+    assert server.receive() == Bye()
+    assert server.connection.state is State.CLOSED
+
+
+def test_a_payload_can_be_received_in_blocks_that_are_told_as_they_come(links):
+    worker, server = links
+    payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
+    worker.send(SAMPLES[Kind.PUSH], [payload.data], payload.nbytes)
+    server.receive()
+    received = np.zeros_like(payload)
+    seen = []
+    server.receive_payload(
+        memoryview(received),
+        (64, 128, 192),
+        lambda end: seen.append((end, received[:end].tobytes() == bytes(range(end)))),
+    )
+    assert seen == [(64, True), (128, True), (192, True)]
+
+
+def test_a_payload_that_is_not_wanted_is_read_away():
+    """Longer than the block it is read in, and not a multiple: the next message is found behind it."""
+    layout = Layout.of(Manifest((VariableSpec("v", (RECEIVE_BLOCK // 4 * 2 + 100,), "float32"),)))
+    assert layout.values_bytes > 2 * RECEIVE_BLOCK
+    stream = deque()
+    sender, receiver = (
+        Link(MemoryChannel(deque(), stream), Side.WORKER),
+        Link(MemoryChannel(stream, deque()), Side.SERVER),
+    )
+    for link in (sender, receiver):
+        link.connection.state = State.OPEN
+        link.connection.role = SAMPLES[Kind.HELLO].role
+        link.connection.agree(layout)
+    sender.send(Initial(), [bytes(layout.values_bytes)], layout.values_bytes)
+    sender.send(Pull(3))
+    assert receiver.receive() == Initial()
+    receiver.discard_payload()
+    assert receiver.receive() == Pull(3)
+
+
+def test_the_next_message_is_not_received_before_the_payload(links):
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(LAYOUT.payload_bytes)], LAYOUT.payload_bytes)
+    server.receive()
+    with pytest.raises(LocalProtocolError, match="payload is due"):
+        server.receive()
+
+
+def test_a_stream_that_ends_within_a_frame_is_lost(links):
+    worker, server = links
+    worker.send(Pull(3))
+    server.channel.incoming.pop()
+    with pytest.raises(ConnectionLost):
+        server.receive()
+
+
+def test_close_and_abort_reach_the_channel(links):
+    worker, server = links
+    worker.close(2.5)
+    server.abort()
+    assert (worker.channel.closed_with, server.channel.closed_with) == (2.5, "abort")
+    assert worker.peer == "memory:1"
+
+
+def test_expect():
+    assert expect(Bye(), Bye) == Bye()
+    with pytest.raises(RemoteProtocolError, match="sent Pull where Values was due"):
+        expect(Pull(0), Values)
+
+
+# ---- time ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(transport.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_what_was_heard_and_said_last_is_known(clock, links):
+    """Heartbeats and the loss of a peer hang on these two."""
+    worker, server = links
+    clock.now += 5
+    worker.send(Heartbeat())
+    clock.now += 2
+    server.receive()
+    assert worker.spoke_at == 1005.0
+    assert server.heard_at == 1007.0
+    assert (worker.heard_at, server.spoke_at) == (1000.0, 1000.0)
+
+
+def test_a_payload_is_a_sign_of_life_too(clock, links):
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)], 192)
+    server.receive()
+    clock.now += 7
+    server.discard_payload()
+    assert server.heard_at == 1007.0
+
+
+def test_a_heartbeat_is_sent_after_own_silence_only(clock, links):
+    worker, server = links
+    worker.send(Pull(1))
+    clock.now += 4.9
+    worker.send_if_quiet(Heartbeat("early"), 5.0)
+    clock.now += 0.1
+    worker.send_if_quiet(Heartbeat("due"), 5.0)
+    worker.send_if_quiet(Heartbeat("again"), 5.0)
+    assert server.receive() == Pull(1)
+    assert server.receive() == Heartbeat("due")
+    assert not server.wait(0.0)
+
+
+def test_a_heartbeat_does_not_wait_for_a_message_on_its_way(clock, links):
+    """Who is sending is not silent: the heartbeat's thread must not queue behind a push."""
+    worker, server = links
+    sending, done = threading.Event(), threading.Event()
+    send = worker.channel.send
+
+    def slow_send(buffers, patience):
+        sending.set()
+        assert done.wait(30)
+        send(buffers, patience)
+
+    worker.channel.send = slow_send
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(worker.send, Pull(1))
+        assert sending.wait(30)
+        clock.now += 100
+        worker.send_if_quiet(Heartbeat(), 5.0)
+        done.set()
+        push.result(30)
+    assert server.receive() == Pull(1)
+    assert not server.wait(0.0)
+
+
+def test_a_header_may_take_as_long_as_its_size_allows(clock, links):
+    """A manifest of megabytes may take a minute over a slow line; a byte a second may not."""
+    worker, server = links
+    server.connection.state = worker.connection.state = State.AWAIT_OFFER
+    worker.send(Offer(bytes(1 << 20), 1))
+
+    def slow_line(size, patience):
+        clock.now += size / 20_000
+        patience.moved()
+        patience.check("peer")
+
+    server.channel.between = slow_line
+    assert len(server.receive().manifest) == 1 << 20
+    assert clock.now > 1050
+
+    def drip(size, patience):
+        for _ in range(size):
+            clock.now += 1.0
+            patience.moved()
+            patience.check("peer")
+
+    worker.send(Heartbeat())
+    server.channel.between = drip
+    with pytest.raises(PeerSilent, match="too few bytes"):
+        server.receive()
+
+
+def test_a_deadline_holds_for_the_whole_message(clock, links):
+    """In the handshake a stranger has its seconds for prefix and header together."""
+    worker, server = links
+    worker.send(Heartbeat())
+    checked = []
+
+    def between(size, patience):
+        clock.now += 6.0
+        checked.append(size)
+        patience.moved()
+        patience.check("peer")
+
+    server.channel.between = between
+    with pytest.raises(PeerSilent):
+        server.receive(Deadline(HANDSHAKE_S))
+    assert len(checked) == 2
+
+
+# ---- several threads -----------------------------------------------------------------------------------
+
+
+def test_frames_of_several_threads_never_mix():
+    """Two threads push while two beat, over a real socket: every frame arrives whole, pushes in order."""
+    listener = Listener(Address("127.0.0.1", 0))
+    worker = Link(connect(listener.address, 30), Side.WORKER)
+    server = Link(listener.accept(30), Side.SERVER)
+    listener.close()
+    for link in (worker, server):
+        link.connection.state = State.OPEN
+        link.connection.role = SAMPLES[Kind.HELLO].role
+        link.connection.agree(LAYOUT)
+    rounds = 300
+
+    def push(epoch):
+        payload = bytes([epoch]) * LAYOUT.payload_bytes
+        for seq in range(1, rounds + 1):
+            worker.send(Push(epoch, 0, seq, None, None, 1), [payload[:50], payload[50:]], len(payload))
+
+    def beat():
+        for _ in range(rounds):
+            worker.send_if_quiet(Heartbeat("beat"), 0.0)
+
+    pushes = {1: [], 2: []}
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(push, 1), pool.submit(push, 2), pool.submit(beat), pool.submit(beat)]
+        while sum(map(len, pushes.values())) < 2 * rounds:
+            message = server.receive()
+            if isinstance(message, Push):
+                payload = bytearray(LAYOUT.payload_bytes)
+                server.receive_payload(memoryview(payload))
+                assert payload == bytes([message.epoch]) * LAYOUT.payload_bytes
+                pushes[message.epoch].append(message.seq)
+            else:
+                assert message == Heartbeat("beat")
+        for future in futures:
+            future.result(30)
+    assert pushes == {1: list(range(1, rounds + 1)), 2: list(range(1, rounds + 1))}
+    worker.close()
+    server.close()
+
+
+def test_a_link_before_the_welcome_waits_no_longer_than_a_step_of_the_handshake():
+    link = Link(MemoryChannel(deque(), deque()), Side.SERVER)
+    assert link.silence_s == HANDSHAKE_S == 10.0
