@@ -1,7 +1,7 @@
 """Messages to headers and back: a flat msgpack map of the message's fields, and nothing else."""
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 from enum import StrEnum
 from typing import Any, get_type_hints
 
@@ -19,6 +19,11 @@ MAX_VALUE_BYTES = 4 * MAX_REASON_CHARACTERS + 5
 
 BINARY = range(0xC4, 0xC7)
 """First bytes of msgpack binaries, the only values that cannot grow when they are decoded."""
+
+SHORT_HEADER = 1024
+"""Headers up to this size are decoded at once: the worst of them takes 120 KB."""
+
+Pairs = Iterable[tuple[Any, Any]]
 
 
 def encode_header(message: Message) -> bytes:
@@ -68,23 +73,44 @@ def _unpack(header: bytes, what: str, names: Container[str]) -> dict[str, Any]:
 
 
 def _fields(header: memoryview, names: Container[str]) -> dict[str, Any]:
-    """Decode a flat map; each key and value is measured before it is decoded, since nested lists grow fiftyfold."""
-    walker = msgpack.Unpacker(max_buffer_size=max(len(header), 1))
+    fields: dict[str, Any] = {}
+    for key, value in _short_pairs(header) if len(header) <= SHORT_HEADER else _long_pairs(header):
+        if not isinstance(key, str) or key not in names:
+            raise ValueError(f"unknown field {key!r}")
+        if key in fields:
+            raise ValueError(f"field {key!r} comes twice")
+        if isinstance(value, tuple):
+            raise ValueError(f"a map or an extension in {key!r}")
+        fields[key] = value
+    return fields
+
+
+def _short_pairs(header: memoryview) -> Pairs:
+    """Decode a map at once; maps within it become tuples, which nothing else does but extensions."""
+    pairs = msgpack.unpackb(
+        header,
+        object_pairs_hook=tuple,
+        strict_map_key=True,
+        max_array_len=MAX_WORDS,
+        max_map_len=MAX_FIELDS,
+        max_ext_len=0,
+    )
+    if not isinstance(pairs, tuple):
+        raise ValueError("no map")
+    return pairs
+
+
+def _long_pairs(header: memoryview) -> Iterator[tuple[Any, Any]]:
+    """Decode a map piece by piece, each measured before it is decoded, since nested lists grow fiftyfold."""
+    walker = msgpack.Unpacker(max_buffer_size=len(header))
     walker.feed(header)
     count = walker.read_map_header()
     if count > MAX_FIELDS:
         raise ValueError(f"{count} fields are more than {MAX_FIELDS}")
-    fields: dict[str, Any] = {}
     for _ in range(count):
-        key = _next(walker, header, MAX_KEY_BYTES)
-        if key in fields:
-            raise ValueError(f"field {key!r} comes twice")
-        if not isinstance(key, str) or key not in names:
-            raise ValueError(f"unknown field {key!r}")
-        fields[key] = _next(walker, header, MAX_VALUE_BYTES)
+        yield _next(walker, header, MAX_KEY_BYTES), _next(walker, header, MAX_VALUE_BYTES)
     if walker.tell() != len(header):
         raise ValueError("bytes after the map")
-    return fields
 
 
 def _next(walker: Any, header: memoryview, limit: int) -> Any:

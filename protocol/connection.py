@@ -101,7 +101,9 @@ class Connection:
     @property
     def needed(self) -> int:
         """Number of bytes that the next call of `feed` must bring."""
-        return PREFIX_BYTES if self._prefix is None else self._prefix.header_bytes
+        if self._prefix is None:
+            return PREFIX_BYTES
+        return self._prefix.header_bytes + self._prefix.padding_bytes
 
     def feed(self, data: bytes) -> Message | None:
         """Take the next `needed` bytes; return a message when they complete one.
@@ -117,15 +119,14 @@ class Connection:
             if self._prefix is None:
                 self._prefix = self._judge(Prefix.unpack(data))
                 self._prefix_data = data
-                return self.feed(b"") if self._prefix.header_bytes == 0 else None
+                return None
             prefix, self._prefix = self._prefix, None
-            message = decode_header(prefix.kind, data)
-            self._check_role(message)
+            message = decode_header(prefix.kind, data[: prefix.header_bytes])
         except RemoteProtocolError:
             self._broken = True  # nothing more is heard, but a refusal may still be said
             raise
         self.payload_bytes = prefix.payload_bytes
-        self._advance(message, self._prefix_data + data if message.KIND in (Kind.HELLO, Kind.CHALLENGE) else b"")
+        self._advance(message, self._prefix_data, data)
         return message
 
     def payload_received(self) -> None:
@@ -139,38 +140,36 @@ class Connection:
         kind = Kind(prefix.kind)
         if (self.state, kind) not in TRANSITIONS or SENDERS[kind] not in (None, peer):
             raise RemoteProtocolError(f"the peer sent {kind.name} in state '{self.state}'")
-        limit = self._header_limit(kind)
+        if ROLES.get(kind) not in (None, self.role):
+            raise RemoteProtocolError(f"the peer sent {kind.name}, which is not for role {self.role}")
+        limit = self.header_limit(kind)
         if prefix.header_bytes > limit:
             raise RemoteProtocolError(
                 f"the peer announced a {kind.name} header of {prefix.header_bytes} bytes; {limit} are allowed"
             )
-        expected = self._payload_of(kind)
+        expected = self.payload_of(kind)
         if prefix.payload_bytes != expected:
             raise RemoteProtocolError(
                 f"the peer announced a {kind.name} payload of {prefix.payload_bytes} bytes; it must be {expected}"
             )
         return prefix
 
-    def _header_limit(self, kind: Kind) -> int:
+    def header_limit(self, kind: Kind) -> int:
+        """Return the bytes that a header of this kind may have in the present state."""
         if kind in (Kind.OFFER, Kind.WELCOME):
             return frames.MAX_HEADER_MANIFEST
         return frames.MAX_HEADER if self.state in PROVEN else frames.MAX_HEADER_UNPROVEN
 
-    def _payload_of(self, kind: Kind) -> int:
+    def payload_of(self, kind: Kind) -> int:
+        """Return the bytes of payload that follow a message of this kind."""
         if kind not in WITH_PAYLOAD or self.layout is None:
             return 0
         return self.layout.payload_bytes if kind is Kind.PUSH else self.layout.values_bytes
 
-    def _check_role(self, message: Message) -> None:
-        if self.side is Side.SERVER and self.role is not None:
-            needed = ROLES.get(message.KIND)
-            if needed is not None and needed is not self.role:
-                raise RemoteProtocolError(f"the peer sent {message.KIND.name}, which is not for role {self.role}")
-
     # ---- messages in, bytes out ------------------------------------------------------------------------
 
     def send(self, message: Message) -> bytes:
-        """Return prefix and header of a message; its payload, if it has one, must follow.
+        """Return prefix, header and padding of a message; its payload, if it has one, must follow.
 
         Raises:
             LocalProtocolError: this side may not say this here.
@@ -183,15 +182,21 @@ class Connection:
         if kind in WITH_PAYLOAD and self.layout is None:
             raise LocalProtocolError(f"{kind.name} cannot be sent before a layout is agreed")
         header = encode_header(message)
-        if len(header) > self._header_limit(kind):
+        if len(header) > self.header_limit(kind):
             raise LocalProtocolError(f"a {kind.name} header of {len(header)} bytes is too long")
-        frame = Prefix(kind, len(header), self._payload_of(kind)).pack() + header
+        prefix = Prefix(kind, len(header), self.payload_of(kind))
+        frame = prefix.pack() + header + bytes(prefix.padding_bytes)
         self._advance(message, frame)
         return frame
 
-    def _advance(self, message: Message, frame: bytes) -> None:
+    def _advance(self, message: Message, *frame: bytes) -> None:
         if message.KIND in (Kind.HELLO, Kind.CHALLENGE):
-            self._hellos.update(frame)
+            for piece in frame:
+                self._hellos.update(piece)
         if isinstance(message, Hello):
             self.role = message.role
-        self.state = TRANSITIONS[self.state, message.KIND]
+        # One thread may send while another receives the end: what leads nowhere must not write the old state again.
+        before = self.state
+        leads_to = TRANSITIONS.get((before, message.KIND), State.CLOSED)
+        if leads_to is not before:
+            self.state = leads_to

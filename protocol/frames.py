@@ -7,7 +7,11 @@
          8     4  header bytes
         12     8  payload bytes
 
-All little endian. The prefix never changes between versions, so a mismatch can always be named.
+All little endian. Zero bytes follow the header until prefix, header and they are a multiple of 64 bytes, as every
+payload is: what is 64-byte aligned in memory then stays aligned with the kernel's buffers. (`rep movsb` of AMD's
+processors copies six times slower when the destination is 1 to 31 bytes past the source, modulo 4096.)
+
+The prefix never changes between versions, so a mismatch can always be named.
 """
 
 import struct
@@ -20,6 +24,9 @@ VERSION = 1
 
 PREFIX = struct.Struct("<4sHHIQ")
 PREFIX_BYTES = PREFIX.size
+
+ALIGNMENT = 64
+"""Payloads start at a multiple of this many bytes from the start of their frame."""
 
 MAX_HEADER_UNPROVEN = 4 << 10
 """Before the proof: a hello or a proof is a few hundred bytes, and a stranger may make us hold no more."""
@@ -41,6 +48,11 @@ class Prefix:
     kind: int
     header_bytes: int
     payload_bytes: int
+
+    @property
+    def padding_bytes(self) -> int:
+        """Zero bytes between header and payload."""
+        return -(PREFIX_BYTES + self.header_bytes) % ALIGNMENT
 
     def pack(self) -> bytes:
         """Return the 20 bytes.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from protocol.connection import Connection
-from protocol.errors import RemoteProtocolError
+from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import Message, Side
 from protocol.transport import Channel, Deadline, Patience, Wake
 
-RECEIVE_BLOCK = 1 << 20
+RECEIVE_BLOCK = 1 << 22
 """Payloads are received in blocks of this size: asked for all at once, the kernel takes twice as long."""
 
 HANDSHAKE_S = 10.0
@@ -39,15 +39,24 @@ class Link:
         """Address of the peer, for messages."""
         return self.channel.peer
 
-    def send(self, message: Message, payload: Sequence[memoryview | bytes] = (), size_bytes: int = 0) -> None:
+    def send(self, message: Message, payload: Sequence[memoryview | bytes] = ()) -> None:
         """Send a message and its payload as one frame.
 
         Args:
             message: what to say.
-            payload: buffers of the payload in order, `size_bytes` in all.
-            size_bytes: their size, which sets how long the transfer may take.
+            payload: buffers of the payload in order; together exactly what the layout says.
+
+        Raises:
+            LocalProtocolError: this side may not say this here, or not with this payload; nothing was sent.
+            NetworkError: the peer is gone, or takes no bytes or too few.
         """
+        size_bytes = sum(memoryview(buffer).nbytes for buffer in payload)
         with self._sending:
+            announced = self.connection.payload_of(message.KIND)
+            if size_bytes != announced:
+                raise LocalProtocolError(
+                    f"a {message.KIND.name} payload of {size_bytes} bytes cannot be sent; it must be {announced}"
+                )
             frame = self.connection.send(message)
             self.channel.send([frame, *payload], Patience(size_bytes, self.silence_s))
             self.spoke_at = time.monotonic()
@@ -96,7 +105,17 @@ class Link:
             view: where it goes; exactly as long as the payload.
             block_ends: ascending ends of the blocks in which it is read; every `RECEIVE_BLOCK` if empty.
             received: called with the end of each block once it is there, while the block is still in the cache.
+
+        Raises:
+            LocalProtocolError: `view`, or the blocks, are not as long as the payload; nothing was read.
+            NetworkError: the peer closed, fell silent or is too slow.
         """
+        due = self.connection.payload_bytes
+        if view.nbytes != due or (block_ends and block_ends[-1] != due):
+            raise LocalProtocolError(
+                f"a payload of {due} bytes cannot be received into {view.nbytes} bytes"
+                + (f" in blocks up to {block_ends[-1]}" if block_ends else "")
+            )
         patience = Patience(view.nbytes, self.silence_s)
         start = 0
         for end in block_ends or range(RECEIVE_BLOCK, view.nbytes + RECEIVE_BLOCK, RECEIVE_BLOCK):

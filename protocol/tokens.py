@@ -95,25 +95,27 @@ def read_secret(path: Path) -> str:
     Raises:
         ConfigurationError: it is missing, not a plain file, too long, or others may read it.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    try:  # not blocking: a pipe must be refused, not waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         raise ConfigurationError(f"the token file {path} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, encoding="utf-8") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
             raise ConfigurationError(f"the token file {path} is not a plain file of at most 1 MB")
         if status.st_mode & 0o077 and not path.absolute().is_relative_to(SECRETS_DIRECTORY):
             raise ConfigurationError(f"the token file {path} can be read by others: `chmod 600 {path}` first")
-        try:
+        with os.fdopen(descriptor, encoding="utf-8", closefd=False) as file:
             return file.read()
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"the token file {path} is not text") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"the token file {path} is not text") from error
+    finally:
+        os.close(descriptor)
 
 
 def append_grant(path: Path, grant: Grant) -> None:
     """Add a line to a token file, which is made with mode 0600 when it is not there; links are not followed."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:

@@ -30,6 +30,9 @@ GRACE_S = 10.0
 
 BACKLOG = 128
 
+LONGEST_POLL_MS = 2**31 - 1
+"""The longest that `poll` can be told to wait, 24 days."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -144,7 +147,7 @@ class PlainChannel:
         _choose_congestion_control(sock, congestion_control)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._woken_by: Wake | None = None
+        self._woken_by: int | None = None  # a number, since the wake itself may be closed by the next wait
 
     def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
         """Send all buffers in order; partial sends are resumed.
@@ -197,19 +200,20 @@ class PlainChannel:
 
     def wait(self, timeout_s: float, wake: Wake | None = None) -> bool:
         """Wait until bytes (or the end of the stream) can be read; `wake` or the time-out return False."""
-        if wake is not self._woken_by:
+        woken_by = None if wake is None else wake.fileno()
+        if woken_by != self._woken_by:
             if self._woken_by is not None:
                 self._poll.unregister(self._woken_by)
-            if wake is not None:
-                self._poll.register(wake, select.POLLIN)
-            self._woken_by = wake
+            if woken_by is not None:
+                self._poll.register(woken_by, select.POLLIN)
+            self._woken_by = woken_by
         try:
-            ready = self._poll.poll(max(0, int(timeout_s * 1000)))
+            ready = self._poll.poll(_milliseconds(timeout_s))
         except OSError as error:
             raise self._lost(error) from error
         if any(event & select.POLLNVAL for _, event in ready):
             raise ConnectionLost(f"the connection to {self.peer} was cut")
-        return any(wake is None or descriptor != wake.fileno() for descriptor, _ in ready)
+        return any(descriptor != woken_by for descriptor, _ in ready)
 
     def abort(self) -> None:
         """Cut the connection from any thread: the peer gets a reset, blocked calls here end."""
@@ -228,7 +232,7 @@ class PlainChannel:
             poll.register(self._socket, select.POLLIN)
             self._socket.shutdown(socket.SHUT_WR)
             deadline = Deadline(linger_s)
-            while not deadline.over and poll.poll(int(deadline.left_s * 1000)):
+            while not deadline.over and poll.poll(_milliseconds(deadline.left_s)):
                 if not self._socket.recv(64 << 10):
                     break
         self._socket.close()
@@ -241,7 +245,7 @@ def _choose_congestion_control(sock: socket.socket, choice: str) -> None:
     """Ask for a congestion control; `auto` asks for reno on loopback only, where pacing costs throughput."""
     name = choice
     if choice == "auto":
-        name = "reno" if _is_loopback(sock) else "system"
+        name = "reno" if _ends_here(sock) else "system"
     if name == "system":
         return
     option = getattr(socket, "TCP_CONGESTION", None)
@@ -256,20 +260,28 @@ def _choose_congestion_control(sock: socket.socket, choice: str) -> None:
             ) from error
 
 
-def _is_loopback(sock: socket.socket) -> bool:
+def _ends_here(sock: socket.socket) -> bool:
     try:
-        host = sock.getpeername()[0]
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except (OSError, ValueError):
+        return is_loopback(sock.getpeername()[0])
+    except OSError:
         return False
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host to bind to is a loopback address (`localhost` counts)."""
+    """Tell whether only this machine can reach `host`; a name other than localhost counts as reachable."""
+    if host.lower() == "localhost":
+        return True
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return host == "localhost"
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _milliseconds(timeout_s: float) -> int:
+    """Return a time-out as `poll` takes it: not negative, which would be for ever, and within a C integer."""
+    return int(min(max(timeout_s, 0.0) * 1000, LONGEST_POLL_MS))
 
 
 def connect(address: Address, timeout_s: float, congestion_control: str = "auto") -> Channel:
@@ -328,7 +340,7 @@ class Listener:
         poll.register(self._socket, select.POLLIN)
         if wake is not None:
             poll.register(wake, select.POLLIN)
-        if self._socket.fileno() not in dict(poll.poll(int(timeout_s * 1000))):
+        if self._socket.fileno() not in dict(poll.poll(_milliseconds(timeout_s))):
             return None
         try:
             sock, peer = self._socket.accept()

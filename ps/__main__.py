@@ -71,16 +71,20 @@ def serve(config: ServerConfig) -> int:
         signal.signal(signal.SIGINT, _interrupting(server))
         finish = server.run(listener)
         console.close()
-        code = server.exit_code(finish)
         summary = server.summary(finish)
         summary_path = config.summary or config.run_dir / "summary.json"
-        outcome.write_summary(summary_path, summary)
-        values = server.final_values()
-        if finish.status is Status.DONE and config.export is not None and values is not None:
-            outcome.export_values(config.export, values)
-            logger.info("final values are in %s", config.export)
-        _say_how_it_ended(summary, str(summary_path), finish.reason)
-        return code
+        if finish.status is not Status.DONE:
+            print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}", file=sys.stderr)
+        try:  # that one result cannot be written must not cost the other
+            values = server.final_values()
+            if finish.status is Status.DONE and config.export is not None and values is not None:
+                outcome.export_values(config.export, values)
+                logger.info("final values are in %s", config.export)
+        finally:
+            outcome.write_summary(summary_path, summary)
+        if finish.status is Status.DONE:
+            logger.info("%s; summary in %s", _in_short(summary), summary_path)
+        return server.exit_code(finish)
     finally:
         console.close()
         logger.removeHandler(handler)
@@ -107,16 +111,13 @@ def _warn_of_no_tokens(config: ServerConfig) -> None:
         logger.warning("WARNING: --insecure admits anyone who can reach this port")
 
 
-def _say_how_it_ended(summary: Mapping[str, Any], path: str, reason: str) -> None:
-    if summary["status"] != Status.DONE:
-        print(f"{PROGRAM}: the run ended at step {summary['steps']}: {reason}", file=sys.stderr)
-        return
+def _in_short(summary: Mapping[str, Any]) -> str:
     parts = [f"done: {summary['steps']} steps in {summary['seconds']:.1f} s"]
     if summary["final_loss"] is not None:
         parts.append(f"loss {summary['final_loss']:.4f}")
     if summary["test_accuracy"] is not None:
         parts.append(f"test accuracy {summary['test_accuracy']:.4f} at step {summary['test_accuracy_step']}")
-    logger.info("%s; summary in %s", ", ".join(parts), path)
+    return ", ".join(parts)
 
 
 def _raise_interrupted(number: int, frame: FrameType | None) -> None:

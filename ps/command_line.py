@@ -114,6 +114,7 @@ _OPTION_GROUPS = (
         "The run",
         _option("workers", "Workers that take part; round 0 waits for all", unset="none; required", metavar="N"),
         _option("steps", "Rounds of the run", unset="none; required", metavar="N"),
+        _option("evaluators", "Evaluators whose report the end waits for, even if they come late", metavar="N"),
         _option("shards", "Parts of the training data, at least --workers", unset="--workers", metavar="N"),
         _option("seed", "Seed of everything random, also the workers'", metavar="N"),
         _option("threads", "Threads of an update", unset="CPUs available, at most 4", metavar="N"),

@@ -1,6 +1,5 @@
 """What the operator asks of the server: typed, checked, and silent about nothing that cannot be done."""
 
-import ipaddress
 import math
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
+from protocol.transport import is_loopback
 
 MEMORY_SHARE = 0.8
 """Share of the machine's or container's memory that the server may plan for; the rest is the system's."""
@@ -103,6 +103,7 @@ _SECONDS = Bounds(above=0, high=10**8)
 BOUNDS: Mapping[str, Bounds] = {
     "port": Bounds(low=0, high=65535),
     "workers": Bounds(low=1, high=1024),
+    "evaluators": Bounds(low=0, high=1024),
     "shards": Bounds(low=1, high=1_000_000),
     "steps": Bounds(low=1, high=10**15),
     "seed": Bounds(low=0, high=2**63 - 1),
@@ -202,6 +203,7 @@ class ServerConfig:
         host: address to listen on; one that is not loopback needs `token_file` or `insecure`.
         port: TCP port; 0 takes any that is free.
         port_file: where to write the port once the server listens.
+        evaluators: that the end waits for even if they come late, `drain_timeout` at most.
         shards: parts into which the training data is divided; None: as many as workers.
         mode: one set of variables for all (`shared`).
         consistency: when a round closes (`sync`: all have pushed).
@@ -248,6 +250,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 5014
     port_file: Path | None = None
+    evaluators: int = 0
     shards: int | None = None
     mode: str = "shared"
     consistency: str = "sync"
@@ -376,16 +379,3 @@ def default_of(name: str) -> Any:
     """Return the default of a field; None when there is none, or when the machine decides."""
     default = ServerConfig.__dataclass_fields__[name].default
     return None if default is MISSING else default
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach `host`; a name other than localhost counts as reachable."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback

@@ -15,10 +15,16 @@ from ps.members import Granted, Identity, Member, Registry, SessionId, name_rank
 MAX_VOID_ROUNDS = 10
 """So many rounds in a row with nothing to apply end the run as diverged."""
 
+MAX_REASONS = 3
+"""Different reasons that one sentence names."""
+
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """What a run is, and how long each wait may last (seconds)."""
+    """What a run is, and how long each wait may last (seconds).
+
+    The end waits for so many `evaluators` also when they come late, like a worker's goodbye.
+    """
 
     workers: int
     steps: int
@@ -26,6 +32,7 @@ class RunPolicy:
     round_timeout_s: float
     rejoin_timeout_s: float
     drain_timeout_s: float
+    evaluators: int = 0
 
 
 class Phase(StrEnum):
@@ -121,17 +128,27 @@ class Drop:
     then: tuple[Instruction, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pending:
-    """A connection that waits for values."""
+    """What a connection that waits for values will be told with them; see `Reply`."""
 
-    seq: int
-    min_step: int
+    seq: int = 0
+    min_step: int = 0
+    applied: bool = False
+    reason: str = ""
 
 
 def may_close(present: frozenset[int], active: frozenset[int]) -> bool:
     """Say whether a round may close: every rank that has not left on purpose is present (refused ones are)."""
     return bool(present) and active <= present
+
+
+def _refusals(contributions: tuple[Contribution, ...]) -> str:
+    """Say which ranks were refused and why, the first few reasons only: variable names may be long."""
+    ranks: dict[str, list[int]] = {}
+    for contribution in contributions:
+        ranks.setdefault(contribution.refused, []).append(contribution.rank)
+    return "; ".join(f"{name_ranks(who)}: {why}" for why, who in list(ranks.items())[:MAX_REASONS])
 
 
 @dataclass
@@ -171,6 +188,7 @@ class Coordinator:
     _pending: dict[SessionId, _Pending] = field(default_factory=dict)
     _asked: SessionId | None = None
     _phase_began: float = 0.0
+    _evaluators_seen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.registry = Registry(self.policy.workers)
@@ -184,8 +202,11 @@ class Coordinator:
         """A connection has been welcomed under an identity that `registry.claim` granted."""
         before = self.registry.members.get(granted.rank)
         returns = before is not None and before.session is None
-        member = self.registry.bind(session, who, granted, threads)
+        member = self.registry.bind(session, who, granted, threads, now)
+        if self.phase is Phase.ENDED:
+            return []
         if member is None:
+            self._evaluators_seen.add(who.incarnation)
             return [Announce(f"evaluator {granted.name} has joined")]
         told: list[Instruction] = [
             Announce(f"{member.label} on {who.host} has {'returned' if returns else 'joined'}")
@@ -265,31 +286,29 @@ class Coordinator:
 
     def _run(self, now: float) -> list[Instruction]:
         self._enter(Phase.RUNNING, now)
-        return list(self._answer_pulls())
+        return list(self._answer())
 
     # ---- events: pulls and pushes ----------------------------------------------------------------------
 
     def pulled(self, session: SessionId, min_step: int, now: float) -> list[Instruction]:
-        """A connection asks for values of a step of at least `min_step`.
-
-        A rank that is already in the open round gets its values when that round has closed.
-        """
-        self._pending[session] = _Pending(0, min_step)
+        """A connection asks for values of a step of at least `min_step`."""
+        self._pending[session] = _Pending(min_step=min_step)
         told: list[Instruction] = []
         if self.phase is Phase.INITIALISING and self.registry.of(session) is not None and self._asked is None:
             told += self._ask_next()
-        return [*told, *self._answer_pulls()]
+        return [*told, *self._answer()]
 
-    def _answer_pulls(self) -> Iterator[Instruction]:
+    def _answer(self) -> Iterator[Instruction]:
+        """Answer all whose values are there; a rank that is in the open round gets its values when that closes."""
         if self.phase not in (Phase.RUNNING, Phase.DRAINING):
             return
         for session, pending in list(self._pending.items()):
             member = self.registry.of(session)
             in_round = member is not None and member.rank in self._round
             due = self.step >= pending.min_step or self.phase is Phase.DRAINING
-            if pending.seq == 0 and due and not in_round:
+            if due and not in_round:
                 del self._pending[session]
-                yield Reply(session, 0, applied=False)
+                yield Reply(session, pending.seq, pending.applied, pending.reason)
 
     def push_begins(self, session: SessionId, push: Push) -> Take | Drop:
         """The header of a push is here; decide where its payload goes. Only a `Take` may count."""
@@ -298,29 +317,35 @@ class Coordinator:
             return Drop(())
         rank = member.rank
         if push.epoch != self.epoch:
-            return self._drop_stale(member, push, "the push was computed before the server started anew")
+            return self._drop(member, push, self.stale, "the push was computed before the server started anew")
         if push.seq <= member.last_seq:
-            self.duplicates[rank] = self.duplicates.get(rank, 0) + 1
-            mine = self._round.get(rank)
-            if mine is not None and mine.seq == push.seq:
-                self._pending[session] = _Pending(push.seq, 0)
-                return Drop(())
-            return Drop((Reply(session, push.seq, member.last_applied, member.last_reason),))
+            return self._drop(member, push, self.duplicates)
+        if self.phase in (Phase.GATHERING, Phase.INITIALISING):
+            return self._drop(member, push, self.stale, "the push came before the first values")
         if self.phase is not Phase.RUNNING or push.step != self.step:
-            return self._drop_stale(member, push, f"the push is of step {push.step}, the round is {self.step}")
+            reason = f"the push is of step {push.step}, the round is {self.step}"
+            return self._drop(member, push, self.stale, reason)
         if rank in self._round:
-            member.last_seq, member.last_applied = push.seq, False
-            member.last_reason = f"an earlier push of rank {rank} is in round {self.step} already"
-            self.duplicates[rank] = self.duplicates.get(rank, 0) + 1
-            self._pending[session] = _Pending(push.seq, 0)
-            return Drop(())
+            reason = f"an earlier push of rank {rank} is in round {self.step} already"
+            return self._drop(member, push, self.duplicates, reason)
         return Take(rank)
 
-    def _drop_stale(self, member: Member, push: Push, reason: str) -> Drop:
+    def _drop(self, member: Member, push: Push, counter: dict[int, int], reason: str | None = None) -> Drop:
+        """Count a push that is not taken, and answer it as soon as there are values for it.
+
+        Args:
+            member: who sent it.
+            push: its header.
+            counter: where it is counted.
+            reason: why it is not taken; None: it was judged before and is answered from memory.
+        """
         assert member.session is not None
-        self.stale[member.rank] = self.stale.get(member.rank, 0) + 1
-        member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
-        return Drop((Reply(member.session, push.seq, False, reason),))
+        counter[member.rank] = counter.get(member.rank, 0) + 1
+        if reason is not None and push.seq > member.last_seq:
+            member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
+        applied, why = (member.last_applied, member.last_reason) if reason is None else (False, reason)
+        self._pending[member.session] = _Pending(push.seq, applied=applied, reason=why)
+        return Drop(tuple(self._answer()))
 
     def push_arrived(
         self, session: SessionId, push: Push, gradient_norm: float, bad_variable: str | None, now: float
@@ -347,6 +372,8 @@ class Coordinator:
             refused = f"the gradient of {bad_variable!r} is not finite"
         elif push.loss is not None and not math.isfinite(push.loss):
             refused = f"the loss is {push.loss}"
+        elif push.examples == 0:
+            refused = "its batch has no examples"
         told: list[Instruction] = []
         if refused:
             self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
@@ -358,7 +385,7 @@ class Coordinator:
         self._round[member.rank] = Contribution(
             member.rank, session, push.seq, push.loss, push.accuracy, push.examples, gradient_norm, refused
         )
-        self._pending[session] = _Pending(push.seq, 0)
+        self._pending[session] = _Pending(push.seq, applied=not refused, reason=refused)
         return [*told, *self._close_if_complete(now)]
 
     # ---- rounds ----------------------------------------------------------------------------------------
@@ -378,29 +405,18 @@ class Coordinator:
             yield SkipRound(self.step, contributions)
         self.short_rounds += 0 < usable < self.policy.workers
         self.step += 1
-        answered, self._round, self._round_began = self._round, {}, None
+        self._round, self._round_began = {}, None
         if self._void_in_a_row >= MAX_VOID_ROUNDS:
-            why = "; ".join(f"rank {c.rank}: {c.refused}" for c in contributions)
+            why = _refusals(contributions)
             yield from self._finish(
                 Status.DIVERGED, f"{MAX_VOID_ROUNDS} rounds in a row had nothing to apply ({why})"
             )
             return
         if self.step >= self.policy.steps:
             self._enter(Phase.DRAINING, now)
-        for rank in sorted(answered):
-            yield from self._answer_push(rank)
-        yield from self._answer_pulls()
+        yield from self._answer()
         if self.phase is Phase.DRAINING:
             yield from self._drained(now)
-
-    def _answer_push(self, rank: int) -> Iterator[Instruction]:
-        member = self.registry.members[rank]
-        if member.session is None:
-            return
-        pending = self._pending.get(member.session)
-        if pending is not None and pending.seq:
-            del self._pending[member.session]
-            yield Reply(member.session, pending.seq, member.last_applied, member.last_reason)
 
     # ---- time, and the end -----------------------------------------------------------------------------
 
@@ -409,10 +425,13 @@ class Coordinator:
         match self.phase:
             case Phase.GATHERING if now - self._phase_began >= self.policy.start_timeout_s:
                 missing = name_ranks(self.registry.missing())
-                reason = f"{missing} did not come within {self.policy.start_timeout_s:g} s"
+                reason = (
+                    f"{missing} did not come within {self.policy.start_timeout_s:g} s; "
+                    "start what is missing, or allow more with --start-timeout"
+                )
                 return list(self._finish(Status.NO_PROGRESS, reason))
             case Phase.INITIALISING if now - self._phase_began >= self.policy.round_timeout_s:
-                reason = f"no initial values came within {self.policy.round_timeout_s:g} s"
+                reason = f"{self._asked_label()} sent no initial values within {self.policy.round_timeout_s:g} s"
                 return list(self._finish(Status.NO_PROGRESS, reason))
             case Phase.INITIALISING | Phase.RUNNING:
                 return list(self._check_lost(now)) or list(self._check_late(now))
@@ -432,9 +451,16 @@ class Coordinator:
             return
 
     def _check_late(self, now: float) -> Iterator[Instruction]:
-        if self._round_began is not None and now - self._round_began >= self.policy.round_timeout_s:
-            late = name_ranks(self._absent())
-            reason = f"round {self.step} waited {self.policy.round_timeout_s:g} s for {late}, alive but late"
+        """End the run when a rank that is connected holds the round; one that is lost has a deadline of its own."""
+        if self._round_began is None:
+            return
+        end = now - self.policy.round_timeout_s
+        absent = [self.registry.members[rank] for rank in self._absent()]
+        late = [m.rank for m in absent if m.session is not None and max(self._round_began, m.joined_at) <= end]
+        if late:
+            reason = (
+                f"round {self.step} waited {self.policy.round_timeout_s:g} s for {name_ranks(late)}, alive but late"
+            )
             yield from self._finish(Status.NO_PROGRESS, reason)
 
     def _absent(self) -> list[int]:
@@ -447,42 +473,49 @@ class Coordinator:
             case Phase.GATHERING:
                 return f"the start waits for {name_ranks(self.registry.missing())} since {waited:.0f} s"
             case Phase.INITIALISING:
-                return f"the start waits for initial values since {waited:.0f} s"
+                return f"the start waits for the initial values of {self._asked_label()} since {waited:.0f} s"
             case Phase.RUNNING:
                 return self._round_waits_for(now)
             case Phase.DRAINING:
-                here = [f"rank {m.rank}" for m in self.registry.members.values() if m.session is not None]
-                here += ["the evaluator"] * bool(self.registry.evaluators)
-                return f"the end waits for the goodbye of {', '.join(here)}" if here else ""
+                missing = self.registry.active()
+                whom = [name_ranks(missing)] if missing else []
+                whom += ["an evaluator"] if self.registry.evaluators or self._evaluator_missing() else []
+                return f"the end waits for the goodbye of {' and of '.join(whom)} since {waited:.0f} s"
         return ""
 
     def _round_waits_for(self, now: float) -> str:
         absent = self._absent()
-        lost = [m for r in absent if (m := self.registry.members.get(r)) is not None and m.lost_at is not None]
+        lost_at = {rank: at for rank in absent if (at := self.registry.members[rank].lost_at) is not None}
         began = self._round_began
-        if began is None and not lost:
+        if began is None and not lost_at:
             return ""
-        since = now - (began if began is not None else min(m.lost_at or now for m in lost))
-        text = f"round {self.step} waits for {name_ranks(absent)} since {since:.0f} s"
-        if lost:
-            left = min((m.lost_at or now) + self.policy.rejoin_timeout_s - now for m in lost)
-            text += f" ({name_ranks(sorted(m.rank for m in lost))} lost, may return within {max(0.0, left):.0f} s)"
+        since = now - (began if began is not None else min(lost_at.values()))
+        whom = absent if began is not None else sorted(lost_at)
+        text = f"round {self.step} waits for {name_ranks(whom)} since {since:.0f} s"
+        if lost_at:
+            left = min(lost_at.values()) + self.policy.rejoin_timeout_s - now
+            text += f" ({name_ranks(sorted(lost_at))} lost, may return within {max(0.0, left):.0f} s)"
         return text
 
     def _drained(self, now: float) -> Iterator[Instruction]:
-        missing = [r for r in range(self.policy.workers) if not self._has_said_bye(r)]
+        missing = self.registry.active()
         over = now - self._phase_began >= self.policy.drain_timeout_s
-        if (missing or self.registry.evaluators) and not over:
+        if (missing or self.registry.evaluators or self._evaluator_missing()) and not over:
             return
         if missing:
             yield Announce(f"{name_ranks(missing)} did not take leave after the last step", warning=True)
         if self.registry.evaluators:
             yield Announce("an evaluator did not take leave after the last step", warning=True)
+        if self._evaluator_missing():
+            yield Announce("an evaluator did not come in time to measure the final values", warning=True)
         yield from self._finish(Status.DONE, "")
 
-    def _has_said_bye(self, rank: int) -> bool:
-        member = self.registry.members.get(rank)
-        return member is not None and member.finished
+    def _evaluator_missing(self) -> bool:
+        return len(self._evaluators_seen) < self.policy.evaluators
+
+    def _asked_label(self) -> str:
+        member = None if self._asked is None else self.registry.of(self._asked)
+        return member.label if member is not None else "a worker"
 
     def stop(self, status: Status, reason: str) -> list[Instruction]:
         """End the run now, from outside: a signal, or a fault of the server itself."""

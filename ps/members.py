@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, RefusalCode, Role
 
+MAX_RANKS_NAMED = 16
+"""A sentence that names ranks stays readable, and short enough to travel as a reason."""
+
 SessionId = int
 """Number that the server gives to each connection it accepts; never used twice."""
 
@@ -33,6 +36,7 @@ class Member:
 
     Attributes:
         session: the connection that speaks for it, or None.
+        joined_at: when the last one that did was bound (monotonic seconds).
         last_seq: highest push number taken from this incarnation; 0 before the first.
         last_applied: whether that push counted.
         last_reason: why not.
@@ -47,6 +51,7 @@ class Member:
     incarnation: int
     threads: int
     session: SessionId | None = None
+    joined_at: float = 0.0
     last_seq: int = 0
     last_applied: bool = False
     last_reason: str = ""
@@ -99,6 +104,7 @@ class Registry:
     workers: int
     members: dict[int, Member] = field(default_factory=dict)
     evaluators: dict[SessionId, Identity] = field(default_factory=dict)
+    _speakers: dict[SessionId, Member] = field(default_factory=dict)
 
     def claim(self, who: Identity) -> Claim:
         """Judge whether an identity can be had; changes nothing.
@@ -144,7 +150,7 @@ class Registry:
         member = self.members.get(rank)
         return member is not None and member.session is not None
 
-    def bind(self, session: SessionId, who: Identity, granted: Granted, threads: int) -> Member | None:
+    def bind(self, session: SessionId, who: Identity, granted: Granted, threads: int, now: float) -> Member | None:
         """Let a connection speak for a granted identity; evaluators have no `Member`."""
         if who.role is Role.EVALUATOR:
             self.evaluators[session] = who
@@ -156,20 +162,22 @@ class Registry:
         elif member.incarnation != who.incarnation:
             member.name, member.host, member.incarnation = granted.name, who.host, who.incarnation
             member.last_seq, member.last_applied, member.last_reason = 0, False, ""
-        member.session, member.lost_at, member.lost_reason, member.finished = session, None, "", False
+        member.session, member.joined_at, member.finished = session, now, False
+        member.lost_at, member.lost_reason = None, ""
+        self._speakers[session] = member
         return member
 
     def release(self, session: SessionId, reason: str, now: float, finished: bool = False) -> Member | None:
         """Note that a connection has ended; return the member that it spoke for, if it still did."""
         self.evaluators.pop(session, None)
-        member = self.of(session)
+        member = self._speakers.pop(session, None)
         if member is not None:
             member.session, member.lost_at, member.lost_reason, member.finished = None, now, reason, finished
         return member
 
     def of(self, session: SessionId) -> Member | None:
         """Return the member for which a connection speaks."""
-        return next((m for m in self.members.values() if m.session == session), None)
+        return self._speakers.get(session)
 
     def missing(self) -> list[int]:
         """Return the ranks that no connection speaks for and that have not left on purpose, ascending."""
@@ -185,8 +193,10 @@ class Registry:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Return `rank 2`, `ranks 1 and 2` or `ranks 0, 1 and 2`."""
+    """Return `rank 2`, `ranks 0, 1 and 2`, or, when they are many, `ranks 0, 1, ... and 30 more`."""
     words = [str(rank) for rank in ranks]
     if len(words) == 1:
         return f"rank {words[0]}"
+    if len(words) > MAX_RANKS_NAMED:
+        words[MAX_RANKS_NAMED - 1 :] = [f"{len(words) - MAX_RANKS_NAMED + 1} more"]
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"

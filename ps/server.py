@@ -11,7 +11,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from protocol.errors import ConfigurationError, ExitCode, Interrupted, ManifestMismatch, Refused
+from protocol.errors import (
+    ConfigurationError,
+    ExitCode,
+    Interrupted,
+    ManifestMismatch,
+    NoProgress,
+    Refused,
+    WeighmasterError,
+)
 from protocol.messages import Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
 from protocol.tensors import Arena, Layout, Manifest
 from protocol.tokens import Grant
@@ -128,6 +136,8 @@ class ParameterServer:
             accepting.join()
             listener.close()
             self._dismiss()
+            if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
+                self._show_progress(time.monotonic())
         assert self._finish is not None
         return self._finish
 
@@ -143,14 +153,7 @@ class ParameterServer:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
             self._carry_out(self._coordinator.tick(now))
             if self._coordinator.phase is Phase.RUNNING:
-                test = self._metrics.test
-                self._console.progress(
-                    self._coordinator.step,
-                    self._metrics.loss,
-                    test.accuracy if test else None,
-                    self._metrics.examples_per_s(now),
-                    now,
-                )
+                self._show_progress(now)
             self._say_whom_we_wait_for(now)
 
     def stop(self, status: Status, reason: str) -> None:
@@ -175,7 +178,11 @@ class ParameterServer:
         while not self._ended.is_set():
             if not self._unproven.acquire(timeout=TICK_S):
                 continue
-            channel = listener.accept(TICK_S)
+            try:
+                channel = listener.accept(TICK_S)
+            except ConfigurationError as error:  # the congestion control that was asked for
+                self.broke(error)
+                return
             if channel is None:
                 self._unproven.release()
                 continue
@@ -197,6 +204,16 @@ class ParameterServer:
             session.join()
         if self._store is not None:
             self._store.close()
+
+    def _show_progress(self, now: float) -> None:
+        test = self._metrics.test
+        self._console.progress(
+            self._coordinator.step,
+            self._metrics.loss,
+            test.accuracy if test else None,
+            self._metrics.examples_per_s(now),
+            now,
+        )
 
     def _say_whom_we_wait_for(self, now: float) -> None:
         waiting = self._coordinator.waiting_for(now)
@@ -225,8 +242,14 @@ class ParameterServer:
         with self._lock:
             return self._sessions.get(number)
 
-    def agree(self, offer: Offer, peer: str) -> Layout:
-        """Agree on the variables: the first offer defines them, every other must be the same.
+    @property
+    def has_variables(self) -> bool:
+        """Whether a worker has defined them."""
+        with self._lock:
+            return self._store is not None
+
+    def agree(self, offer: Offer) -> Layout:
+        """Agree on the variables: the first worker's offer defines them, every other must be the same.
 
         Raises:
             Refused: other variables, another seed, a dtype that cannot be served, or too many bytes.
@@ -379,7 +402,7 @@ class ParameterServer:
         with self._lock:
             assert self._store is not None
             hold = self._store.hold(session.link.abort)
-            done = self._coordinator.phase is Phase.DRAINING
+            done = hold.version.step >= self.config.steps
             return Values(self.epoch, hold.version.step, reply.seq, reply.applied, reply.reason, done), hold
 
     def smooth_values(self, out: NDArray[Any]) -> int | None:
@@ -391,7 +414,11 @@ class ParameterServer:
             return self._store.current.step
 
     def broke(self, error: BaseException) -> None:
-        """A session met a fault of the server itself: end the run rather than go on in doubt."""
+        """A thread met a fault of the server itself: end the run rather than go on in doubt."""
+        if isinstance(error, WeighmasterError):
+            status = Status.NO_PROGRESS if isinstance(error, NoProgress) else Status.FAILED
+            self.stop(status, str(error))
+            return
         logger.error("the server itself has failed", exc_info=error)
         self.stop(Status.FAILED, f"the server itself has failed: {error!r}")
 
@@ -453,4 +480,5 @@ def policy_of(config: ServerConfig) -> RunPolicy:
         config.round_timeout,
         config.rejoin_timeout,
         config.drain_timeout,
+        config.evaluators,
     )

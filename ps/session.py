@@ -13,6 +13,7 @@ from protocol.errors import NetworkError, PeerSilent, Refused, RemoteProtocolErr
 from protocol.link import HANDSHAKE_S, Link, expect
 from protocol.messages import (
     AUTO_RANK,
+    MAX_REASON_CHARACTERS,
     AskInitial,
     Bye,
     Challenge,
@@ -20,6 +21,7 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     Initial,
+    Kind,
     Offer,
     Proof,
     Pull,
@@ -45,10 +47,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weighmaster.ps")
 
 TICK_S = 1.0
-"""Longest sleep of a session: it looks for silence and owes heartbeats at this grain."""
+"""Longest sleep of a session; with short heartbeat intervals it sleeps for half of one."""
 
-HOLD_SLACK = 1.25
-"""A newcomer is held for this many heartbeat intervals: a live holder beats once within each."""
+HOLD_SLACK = 1.5
+"""A newcomer is held for this many heartbeat intervals: a live holder beats within 1.1 of them, give or take."""
+
+REFUSAL_BYTES = 64
+"""At least what the header of a refusal has beside the reason."""
 
 LAST_WORDS_S = 1.0
 """How long a connection stays half open so that the peer can read why it ended."""
@@ -76,6 +81,7 @@ class Session(threading.Thread):
         self.after_payload: Callable[[], None] | None = None
         self._server = server
         self._role = Role.WORKER
+        self._tick_s = min(TICK_S, server.config.heartbeat_interval / 2)
         self._outbox: deque[Outgoing] = deque()
         self._wake = Wake()
         self._owes_values = False
@@ -96,10 +102,10 @@ class Session(threading.Thread):
             linger_s = LAST_WORDS_S
         except Refused as refused:
             logger.warning("%s refused (%s): %s", self.link.peer, refused.code, refused)
-            linger_s = self._say_last(Refusal(RefusalCode(refused.code), str(refused)))
+            linger_s = self._refuse(RefusalCode(refused.code), str(refused))
         except VersionMismatch as error:
             logger.warning("%s refused: %s", self.link.peer, error)
-            linger_s = self._say_last(Refusal(RefusalCode.VERSION, str(error)))
+            linger_s = self._refuse(RefusalCode.VERSION, str(error))
             reason = str(error)
         except RemoteProtocolError as error:
             logger.warning("%s cut off: %s", self.link.peer, error)
@@ -118,9 +124,10 @@ class Session(threading.Thread):
             self.link.close(linger_s)
             self._wake.close()
 
-    def _say_last(self, refusal: Refusal) -> float:
+    def _refuse(self, code: RefusalCode, reason: str) -> float:
+        limit = self.link.connection.header_limit(Kind.REFUSED)
         try:
-            self.link.send(refusal)
+            self.link.send(Refusal(code, _as_reason(reason, limit - REFUSAL_BYTES)))
         except NetworkError:
             return 0.0
         return LAST_WORDS_S
@@ -134,7 +141,9 @@ class Session(threading.Thread):
         self._server.proven()
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
-        layout = self._server.agree(offer, self.link.peer)
+        if who.role is Role.EVALUATOR and not self._wait_for_variables():
+            return  # the run has ended: serving begins with saying so
+        layout = self._server.agree(offer)
         self._take_identity(who, offer)
         self.link.connection.agree(layout)
         self.link.silence_s = self._server.config.heartbeat_timeout
@@ -160,6 +169,17 @@ class Session(threading.Thread):
             "%s failed the proof as %s %r, rank %s", self.link.peer, hello.role, hello.name, _rank_text(hello.rank)
         )
         raise Refused(RefusalCode.PROOF, "the token was not accepted for this name, role and rank")
+
+    def _wait_for_variables(self) -> bool:
+        """Hold an evaluator until a worker has defined the variables; False if the run ended before that."""
+        while not self._server.has_variables:
+            if self._outbox:
+                return False
+            self.link.send_if_quiet(Heartbeat(_as_reason(self._server.waiting_for())), self._tick_s)
+            if self.link.wait(self._tick_s, self._wake):
+                self.link.receive()  # a heartbeat, or the end of the connection
+            self._wake.clear()
+        return True
 
     def _take_identity(self, who: Identity, offer: Offer) -> None:
         held = False
@@ -196,13 +216,14 @@ class Session(threading.Thread):
             return False
         began = time.monotonic()
         interval = self._server.config.heartbeat_interval
-        while not holder.ended.wait(min(TICK_S, interval)):
+        while not holder.ended.wait(self._tick_s):
             if time.monotonic() - began >= HOLD_SLACK * interval:
                 if holder.link.heard_at > began:
                     return True
                 self._cut(claim.holder)
                 return False
-            self.link.send_if_quiet(Heartbeat(f"{claim.label} holds this rank; asking whether it is alive"), 0.0)
+            waiting = f"{claim.label} holds this rank; asking whether it is alive"
+            self.link.send_if_quiet(Heartbeat(_as_reason(waiting)), self._tick_s)
         return False
 
     def _cut(self, number: int) -> None:
@@ -221,7 +242,7 @@ class Session(threading.Thread):
             while self._outbox:
                 if not self._deliver(self._outbox.popleft()):
                     return "the run has ended", False
-            if not self.link.wait(TICK_S, self._wake):
+            if not self.link.wait(self._tick_s, self._wake):
                 self._wake.clear()
                 self._keep_alive()
                 continue
@@ -233,15 +254,18 @@ class Session(threading.Thread):
                     self._owes_values = True
                     self._server.pulled(self, min_step)
                 case Initial():
-                    buffer = aligned_empty(self.link.connection.payload_bytes)
-                    self.link.receive_payload(buffer.data)
-                    self._server.initial_arrived(self, buffer)
+                    self._receive_initial()
                 case Report():
                     self._server.reported(message)
                 case Bye():
                     return "it said goodbye", True
                 case _:  # a heartbeat has done its work by arriving
                     pass
+
+    def _receive_initial(self) -> None:
+        buffer = aligned_empty(self.link.connection.payload_bytes)
+        self.link.receive_payload(buffer.data)
+        self._server.initial_arrived(self, buffer)
 
     def _receive_push(self, push: Push) -> None:
         self._owes_values = True
@@ -261,7 +285,7 @@ class Session(threading.Thread):
             raise PeerSilent(f"nothing was heard of {self.link.peer} for {silent_s:.0f} s")
         if self._owes_values:
             interval = min(self._server.config.heartbeat_interval, TICK_S)
-            self.link.send_if_quiet(Heartbeat(self._server.waiting_for()), interval)
+            self.link.send_if_quiet(Heartbeat(_as_reason(self._server.waiting_for())), interval)
 
     def _deliver(self, item: Outgoing) -> bool:
         match item:
@@ -271,7 +295,7 @@ class Session(threading.Thread):
             case decided.AskInitial():
                 self.link.send(AskInitial())
             case decided.Finish(status, reason):
-                self.link.send(Ended(status, reason))
+                self.link.send(Ended(status, _as_reason(reason)))
                 return False
         return True
 
@@ -285,7 +309,7 @@ class Session(threading.Thread):
                 if step is not None:
                     hold.release()
                     values, payload = _at_step(values, step), smooth.data
-            self.link.send(values, [payload], payload.nbytes)
+            self.link.send(values, [payload])
 
 
 def _at_step(values: Values, step: int) -> Values:
@@ -296,6 +320,13 @@ def _as_granted(who: Identity, grant: Grant) -> Identity:
     """Fill in what the client left open and its token says."""
     rank = grant.rank if grant.rank is not None and who.rank == AUTO_RANK and who.role is Role.WORKER else who.rank
     return replace(who, name=who.name or grant.name or "", rank=rank)
+
+
+def _as_reason(text: str, max_bytes: int = 4 * MAX_REASON_CHARACTERS) -> str:
+    """Return a text as it may travel: printable, and cut when it has too many characters or bytes of UTF-8."""
+    printable = "".join(character if character.isprintable() else "?" for character in text)
+    cut = printable[:MAX_REASON_CHARACTERS].encode()[:max_bytes].decode(errors="ignore")
+    return cut if cut == printable else cut[:-3] + "..."
 
 
 def _rank_text(rank: int) -> str:

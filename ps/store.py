@@ -186,8 +186,9 @@ class Store:
             target = self._versions.reserve()
             arena = self._versions.arenas[target]
             np.copyto(arena.buffer, source)
-            gaps = self.layout.gap_bytes
-            arena.buffer[gaps[gaps < self.layout.values_bytes]] = 0
+            for block in self._blocks:
+                inside = block.gap_starts < self.layout.values_bytes
+                kernels.zero_ranges(arena.buffer, block.gap_starts[inside], block.gap_ends[inside])
             bad = first_not_finite(arena.buffer, self.layout)
             if bad is not None:
                 raise NotFinite(bad)

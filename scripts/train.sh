@@ -161,7 +161,7 @@ token evaluator --role evaluator
 
 say "Training $model on $dataset: $workers workers, $steps steps. Logs and results: $run_dir"
 start "the parameter server" "" "$PYTHON" -m ps --host 127.0.0.1 --port 0 --port-file "$run_dir/port" \
-    --workers "$workers" --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
+    --workers "$workers" --evaluators 1 --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
     --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" ${ps_options[@]+"${ps_options[@]}"}
 ps_pid=$!
 

@@ -1,6 +1,8 @@
 """Shared fixtures. Tests never sleep, never use a fixed port, and leave no thread, socket or process."""
 
+import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,21 +33,38 @@ def _sockets() -> set[str]:
     """Return the kernel's names of all sockets that this process holds (none where there is no /proc)."""
     links = set()
     for descriptor in Path("/proc/self/fd").glob("*"):
-        try:
+        with contextlib.suppress(OSError):
             links.add(str(descriptor.readlink()))
-        except OSError:
-            continue
     return {link for link in links if link.startswith("socket:")}
 
 
-def _processes() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+def _descendants() -> set[int]:
+    """Return the ids of all processes below this one, also of those that have ended and were not waited for."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without these lists, or no Linux
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        for listing in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread, or the process, has ended meanwhile
+                children = [int(number) for number in listing.read_text().split()]
+                found.update(children)
+                parents += children
+    return found
+
+
+def _processes(numbers: set[int]) -> list[psutil.Process]:
+    processes = []
+    for number in numbers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(number))
+    return processes
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves a thread, a child process or an open socket."""
-    threads, processes, sockets = set(threading.enumerate()), _processes(), _sockets()
+    threads, processes, sockets = set(threading.enumerate()), _descendants(), _sockets()
     yield
     leaks = []
     for thread in set(threading.enumerate()) - threads:
@@ -53,7 +72,7 @@ def leaves_nothing_behind() -> Iterator[None]:
             thread.join(GRACE_S)
             if thread.is_alive():
                 leaks.append(f"thread {thread.name}")
-    left = _processes() - processes
+    left = _processes(_descendants() - processes)
     if left:
         _, alive = psutil.wait_procs(left, timeout=GRACE_S)
         for process in alive:

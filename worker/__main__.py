@@ -18,7 +18,7 @@ from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
 from worker.batches import Shard
 from worker.client import ClientConfig, InitialValues, Server
-from worker.command_line import build_command, execute
+from worker.command_line import PROGRAM, build_command, execute
 from worker.config import WorkerConfig
 from worker.datasets import load_dataset, num_classes
 from worker.definitions import Dataset, Model
@@ -55,10 +55,11 @@ def run(config: WorkerConfig) -> int:
 
 def _prepare(config: WorkerConfig) -> Job:
     """Load the data and build the model; TensorFlow is imported here and not before."""
-    dataset = load_dataset(config.dataset, config.data_dir)
+    # Before the data, since a file of the user's may import TensorFlow as well.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if config.legacy_keras:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    dataset = load_dataset(config.dataset, config.data_dir)
     try:
         from worker import graph, models
     except ModuleNotFoundError as error:
@@ -165,10 +166,15 @@ def _say(text: str) -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     interrupted = Interrupted(signal.Signals(number).name)
     # A step inside TensorFlow cannot be broken off: the exception below waits for its end, this timer does not.
-    timer = threading.Timer(LEAVE_S, os._exit, (int(interrupted.exit_code),))
+    timer = threading.Timer(LEAVE_S, _leave, (interrupted,))
     timer.daemon = True
     timer.start()
     raise interrupted
+
+
+def _leave(interrupted: Interrupted) -> None:
+    os.write(2, f"{PROGRAM}: {interrupted}\n".encode())  # sys.stderr may be held by what does not end
+    os._exit(int(interrupted.exit_code))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,8 @@ from protocol.errors import (
     NoProgress,
     PeerLost,
     Refused,
+    RemoteProtocolError,
+    VersionMismatch,
     WeighmasterError,
 )
 from protocol.link import HANDSHAKE_S, Link, expect
@@ -55,13 +57,16 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.proof import NO_PROOF, check_token, prove, proves
-from protocol.tensors import Arena, Layout, Manifest, aligned_empty, check_array
+from protocol.tensors import Arena, Layout, Manifest, SideSpec, VariableSpec, aligned_empty, check_array
 from protocol.transport import Address, Deadline
 from protocol.transport import connect as open_channel
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Pauses between attempts double from the first to the longest, each shortened at random by up to a half."""
+
+BEAT_GRAIN = 0.1
+"""Part of a heartbeat interval by which a beat may be late; the server allows for more before it acts."""
 
 LAST_WORDS_S = 1.0
 
@@ -208,7 +213,7 @@ class Server:
             accuracy=None if accuracy is None else float(accuracy),
             examples=int(examples),
         )
-        return self._ask(lambda link: link.send(push, payload, self.layout.payload_bytes), self._seq)
+        return self._ask(lambda link: link.send(push, payload), self._seq)
 
     def report(self, step: int, loss: float, accuracy: float | None, examples: int) -> None:
         """Report a measurement on test data; an evaluator's only way to speak. A lost report is not repeated."""
@@ -294,7 +299,16 @@ class Server:
         return Update(values.step, arena, values.applied, values.reason, restarted, values.done)
 
     def _receive(self, link: Link, deadline: Deadline | None = None) -> Message:
-        message = link.receive(deadline)
+        try:
+            message = link.receive(deadline)
+        except VersionMismatch as error:
+            raise VersionMismatch(
+                f"the server at {link.peer} is of another version: {error}; install the same one on both sides"
+            ) from error
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(
+                f"what answers at {link.peer} is no server that can be understood: {error}; check the address"
+            ) from error
         match message:
             case Refusal(code, reason):
                 raise Refused(code, f"the server at {link.peer} refused: {reason}")
@@ -305,31 +319,34 @@ class Server:
     def _send_initial(self, link: Link) -> None:
         arena = Arena.zeros(self.layout)
         arena.fill(self._config.initial_values())
-        size = self.layout.values_bytes
-        link.send(Initial(), [arena.buffer[:size].data], size)
+        link.send(Initial(), [arena.buffer[: self.layout.values_bytes].data])
 
     def _scattered(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
-        for name in gradients:
-            if name not in self.layout.by_name:
-                raise ManifestMismatch(f"variable {name!r} is not in the manifest")
+        if len(gradients) > len(self._parts):
+            unknown = next(name for name in gradients if name not in self.layout.by_name)
+            raise ManifestMismatch(f"variable {unknown!r} is not in the manifest")
         buffers: list[memoryview | bytes] = []
-        for slot, gap in self._gaps:
-            gradient = gradients.get(slot.spec.name)
-            if gradient is None:
-                raise ManifestMismatch(f"the gradient of variable {slot.spec.name!r} is missing")
-            gradient = np.asarray(gradient)
-            check_array(slot.spec, gradient)
+        for name, spec, gap in self._parts:
+            if name not in gradients:
+                raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
+            gradient = np.asarray(gradients[name])
+            check_array(spec, gradient)
             if gradient.size:
+                if not gradient.dtype.isnative:
+                    gradient = gradient.astype(gradient.dtype.newbyteorder())
                 buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
             if gap:
-                buffers.append(bytes(gap))
+                buffers.append(gap)
         return buffers
 
     @cached_property
-    def _gaps(self) -> list[tuple[Any, int]]:
+    def _parts(self) -> list[tuple[str, VariableSpec | SideSpec, bytes]]:
+        """Return name, spec and the zeros that follow, for each variable in the order of the layout."""
         slots = self.layout.slots
         starts = [*(slot.offset for slot in slots[1:]), self.layout.payload_bytes]
-        return [(slot, start - slot.end) for slot, start in zip(slots, starts, strict=True)]
+        return [
+            (slot.spec.name, slot.spec, bytes(start - slot.end)) for slot, start in zip(slots, starts, strict=True)
+        ]
 
     # ---- the connection --------------------------------------------------------------------------------
 
@@ -409,7 +426,7 @@ class Server:
         self._config.manifest.check_same_variables(manifest, "this worker", "the server")
         if not self._arenas or manifest != self.layout.manifest:
             self.layout = Layout.of(manifest)
-            self.__dict__.pop("_gaps", None)
+            self.__dict__.pop("_parts", None)
             self._arenas = [Arena(self.layout, aligned_empty(self.layout.values_bytes)) for _ in range(2)]
         self.welcome = welcome
         self._rank, self._name = welcome.rank, welcome.name
@@ -424,7 +441,7 @@ class Server:
         self._config.on_event(f"the connection to the server is lost: {error}")
 
     def _beat(self) -> None:
-        while not self._closing.wait(min(self.welcome.heartbeat_interval / 4, 1.0)):
+        while not self._closing.wait(min(BEAT_GRAIN * self.welcome.heartbeat_interval, 1.0)):
             link = self._link
             if link is not None:
                 try:

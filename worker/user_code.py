@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from protocol.errors import ConfigurationError
+from protocol.errors import ConfigurationError, Interrupted
 
 
 def load_user_function(spec: str, option: str) -> Callable[..., Any]:
@@ -56,6 +56,8 @@ def call_user_function(function: Callable[..., Any], spec: str, option: str, *ar
     """
     try:
         return function(*arguments)
+    except Interrupted:
+        raise
     except (Exception, SystemExit) as error:
         path = Path(spec.rpartition(":")[0]).expanduser().resolve()
         raise ConfigurationError(f"{option} {spec} failed with {_reason(error, path)}") from error
@@ -74,6 +76,8 @@ def _import_file(path: Path, what: str) -> ModuleType:
     sys.modules[name] = module  # before it runs, because dataclasses look their module up there
     try:
         module_spec.loader.exec_module(module)
+    except Interrupted:
+        raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigurationError(

@@ -26,6 +26,11 @@ INITIAL_VALUES = [1.0, 2.0, 3.0, -4.0]
 GRADIENTS = [[0.5, -1.0, 2.0, 8.0], [1.0, 0.0, 0.25, -16.0], [-2.0, 4.0, -8.0, 0.125]]
 
 
+def padding_after(header_bytes: int) -> int:
+    """Number of zero bytes that make prefix, header and themselves a multiple of 64 bytes."""
+    return -(PREFIX.size + header_bytes) % 64
+
+
 def pack_payload(numbers: list[float]) -> bytes:
     """Lay three numbers at offset 0 and one at offset 64; the gaps are zero."""
     w, b = struct.pack("<3f", *numbers[:3]), struct.pack("<f", numbers[3])
@@ -43,6 +48,7 @@ class PlainClient:
     def send(self, kind: int, fields: dict, payload: bytes = b"") -> bytes:
         header = msgpack.packb(fields)
         frame = PREFIX.pack(b"WMPS", 1, kind, len(header), len(payload)) + header
+        frame += bytes(padding_after(len(header)))
         self.socket.sendall(frame + payload)
         return frame
 
@@ -62,6 +68,7 @@ class PlainClient:
             magic, version, kind, header_bytes, payload_bytes = PREFIX.unpack(prefix)
             assert (magic, version) == (b"WMPS", 1)
             header = self.read(header_bytes)
+            padding = self.read(padding_after(header_bytes))
             payload = self.read(payload_bytes)
             fields = msgpack.unpackb(header)
             if kind == HEARTBEAT:
@@ -69,7 +76,7 @@ class PlainClient:
                 continue
             if kind in (REFUSED, ENDED) or kind not in wanted:
                 raise SystemExit(f"the server sent kind {kind}: {fields}")
-            return kind, fields, payload, prefix + header
+            return kind, fields, payload, prefix + header + padding
 
     def shake_hands(self, token: bytes) -> dict:
         nonce = os.urandom(32)

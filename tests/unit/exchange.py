@@ -35,7 +35,7 @@ LAYOUT = Layout.of(MANIFEST, sides=(SideSpec("logits", (2, 2), "float32"),))
 
 
 def hello(role: Role = Role.WORKER) -> Hello:
-    return Hello("site-a", "host-a", 0, role, incarnation=7, nonce=bytes(range(32)))
+    return Hello("site-north", "host-a", 0, role, incarnation=7, nonce=bytes(range(32)))
 
 
 SAMPLES: dict[Kind, Message] = {
@@ -51,7 +51,7 @@ SAMPLES: dict[Kind, Message] = {
             step=0,
             steps=10,
             rank=0,
-            name="site-a",
+            name="site-north",
             seed=0,
             threads=2,
             workers=1,
@@ -96,10 +96,15 @@ def prefix_of(kind: Kind, header: bytes, payload: int | None = None) -> bytes:
     return Prefix(kind, len(header), payload_bytes(kind) if payload is None else payload).pack()
 
 
-def frame_of(message: Message) -> bytes:
-    """Prefix and header, made without asking any state machine."""
+def padded(frame: bytes, filler: bytes = b"\0") -> bytes:
+    """Prefix and header with the bytes that follow them; written out here, since the code may not test itself."""
+    return frame + filler * ((64 - len(frame) % 64) % 64)
+
+
+def frame_of(message: Message, filler: bytes = b"\0") -> bytes:
+    """Prefix, header and padding, made without asking any state machine."""
     header = encode_header(message)
-    return prefix_of(message.KIND, header) + header
+    return padded(prefix_of(message.KIND, header) + header, filler)
 
 
 def hear(connection: Connection, stream: bytes) -> list[Message]:

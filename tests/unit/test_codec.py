@@ -7,7 +7,7 @@ import tracemalloc
 import msgpack
 import pytest
 
-from protocol.codec import MAX_FIELDS, MAX_VALUE_BYTES, decode_header, encode_header
+from protocol.codec import MAX_FIELDS, MAX_KEY_BYTES, MAX_VALUE_BYTES, SHORT_HEADER, decode_header, encode_header
 from protocol.errors import RemoteProtocolError
 from protocol.frames import MAX_HEADER_MANIFEST
 from protocol.messages import MESSAGES, Kind, Offer, Push, Role
@@ -164,11 +164,14 @@ def test_what_is_not_one_whole_map_is_refused(header):
 
 
 def test_bytes_after_the_map_are_refused():
-    refused(Kind.PULL, header_of(Kind.PULL) + b"\0", "bytes after the map")
+    refused(Kind.PULL, header_of(Kind.PULL) + b"\0", "extra data")
+    refused(Kind.PULL, header_of(Kind.PULL) + bytes(SHORT_HEADER), "bytes after the map")
 
 
 def test_too_many_fields_are_refused_by_their_number_alone():
-    refused(Kind.PULL, b"\xde" + (MAX_FIELDS + 1).to_bytes(2, "big"), "33 fields")
+    for lead in (b"\xde" + (MAX_FIELDS + 1).to_bytes(2, "big"), b"\xdf" + (MAX_FIELDS + 1).to_bytes(4, "big")):
+        refused(Kind.PULL, lead, "33 exceeds max_map_len")
+        refused(Kind.PULL, lead + bytes(SHORT_HEADER), "33 fields")
 
 
 def test_text_that_is_not_utf8_is_refused():
@@ -188,6 +191,73 @@ def test_the_longest_text_of_widest_characters_passes():
     assert len(header) > MAX_VALUE_BYTES
     assert decode_header(Kind.HEARTBEAT, header).waiting == "😀" * 4096
     refused(Kind.HEARTBEAT, header_of(Kind.HEARTBEAT, waiting="😀" * 4097))
+
+
+# ---- short headers, which are decoded at once, and long ones ---------------------------------------------
+
+
+def offer_of(size, **fields):
+    """An offer whose header has exactly `size` bytes, with some fields replaced or added; its manifest fills it."""
+    rest = {"threads": 2, "seed": None} | fields
+    filler = size - len(msgpack.packb(rest | {"manifest": bytes(300)})) + 300
+    assert filler > 255, "shorter manifests have another lead"
+    header = msgpack.packb(rest | {"manifest": bytes(filler)})
+    assert len(header) == size
+    return header
+
+
+BOTH_SIDES = pytest.mark.parametrize("size", [SHORT_HEADER - 1, SHORT_HEADER, SHORT_HEADER + 1, 2 * SHORT_HEADER])
+
+
+@BOTH_SIDES
+def test_headers_on_both_sides_of_a_short_one_say_the_same(size):
+    decoded = decode_header(Kind.OFFER, offer_of(size, threads=7))
+    assert (decoded.threads, decoded.seed) == (7, None)
+    assert decoded.manifest == bytes(len(decoded.manifest))
+    assert len(encode_header(decoded)) == size
+
+
+@BOTH_SIDES
+def test_on_both_sides_a_field_that_comes_twice_is_refused(size):
+    """Also when both say the same, and when one more field hides a missing one."""
+    once = b"\xa7threads\x02"
+    header = offer_of(size - len(once))
+    assert header[:1] == b"\x83"
+    refused(Kind.OFFER, b"\x84" + header[1:] + once, "field 'threads' comes twice")
+    instead = header.replace(b"\xa4seed\xc0", once)
+    refused(Kind.OFFER, instead, "field 'threads' comes twice")
+
+
+@BOTH_SIDES
+@pytest.mark.parametrize(
+    "name", ["surprise", "", "Threads", "threads\0", "k" * MAX_KEY_BYTES, "\x1b[2J", b"threads", 7, None]
+)
+def test_on_both_sides_an_unknown_field_is_refused(size, name):
+    """A name that is binary or a number is not one, whatever it says."""
+    header = offer_of(size - len(msgpack.packb(name)) - 1)
+    refused(Kind.OFFER, b"\x84" + header[1:] + msgpack.packb(name) + b"\x02", "not valid")
+
+
+@BOTH_SIDES
+@pytest.mark.parametrize("value", [{}, {"a": 1}, {"threads": 2}, [], [{}], [[1]], [2], msgpack.ExtType(5, b"")])
+@pytest.mark.parametrize("field", ["threads", "seed"])
+def test_on_both_sides_maps_lists_and_extensions_within_are_refused(size, field, value):
+    refused(Kind.OFFER, offer_of(size, **{field: value}), "header is not valid|invalid Offer")
+
+
+@pytest.mark.parametrize("name", ["site", "😀" * 128], ids=["short", "long"])
+def test_on_both_sides_maps_in_place_of_words_are_refused(name):
+    """The one field that takes a list takes nothing that looks like one when it is decoded."""
+    good = header_of(Kind.HELLO, name=name, host=name)
+    assert (len(good) > SHORT_HEADER) == (len(name) == 128)
+    assert decode_header(Kind.HELLO, good).codecs == ("raw",)
+    for words in ({}, {"raw": "raw"}, [{}], [{"raw": 1}], ["raw", {}], [[]], [["raw"]], msgpack.ExtType(5, b"")):
+        refused(Kind.HELLO, header_of(Kind.HELLO, name=name, host=name, codecs=words), "is not valid|invalid Hello")
+
+
+@pytest.mark.parametrize("top", [b"\x90", b"\x92\x92\xa8min_step\x01\xc0", b"\x91\x92\xa8min_step\x01"])
+def test_a_list_of_pairs_is_no_map(top):
+    refused(Kind.PULL, top, "no map")
 
 
 # ---- allocation ----------------------------------------------------------------------------------------
@@ -250,6 +320,38 @@ def test_a_small_hostile_header_stays_small():
     """What a stranger may send before the proof, 4 KB, costs less than a megabyte whatever it is."""
     header = (b"\x81\xa6codecs\x97" + nested(4))[:4096]
     assert peak_of(lambda: decode_header(Kind.HELLO, header)) < MEGABYTE
+
+
+def filled(start, unit, size):
+    """A header of `size` bytes that opens `unit` again and again."""
+    return (start + unit * size)[:size]
+
+
+SMALL_BOMBS = {
+    "a tree of empty lists": lambda size: filled(b"\x81\xa6codecs\x97" + nested(4), b"\x90", size),
+    "lists within lists": lambda size: filled(b"\x81\xa6codecs", b"\x91", size),
+    "lists of eight within lists": lambda size: filled(b"\x81\xa6codecs", b"\x98", size),
+    "maps within maps": lambda size: filled(b"\x81\xa6codecs", b"\x8f\xa0", size),
+    "maps of 32 within maps": lambda size: filled(b"\x81\xa6codecs", b"\xde\x00\x20\xa0", size),
+    "empty maps": lambda size: filled(b"\x81\xa6codecs\x98", b"\x80", size),
+    "a list of four billion": lambda size: filled(b"\x81\xa6codecs\xdd\xff\xff\xff\xff", b"\x90", size),
+    "a map of four billion": lambda size: filled(b"\x81\xa6codecs\xdf\xff\xff\xff\xff", b"\x90", size),
+    "a text of four billion": lambda size: filled(b"\x81\xa6codecs\xdb\xff\xff\xff\xff", b"a", size),
+    "a binary of four billion": lambda size: filled(b"\x81\xa6codecs\xc6\xff\xff\xff\xff", b"a", size),
+    "an extension of four billion": lambda size: filled(b"\x81\xa6codecs\xc9\xff\xff\xff\xff\x05", b"a", size),
+    "many fields": lambda size: filled(b"\xde\x00\x20", b"\x90\x90", size),
+}
+ALLOWANCE = 64 << 10
+"""Error, traceback and the unpacker's own buffers."""
+
+
+@pytest.mark.parametrize("size", [SHORT_HEADER, SHORT_HEADER + 1])
+@pytest.mark.parametrize("bomb", SMALL_BOMBS)
+def test_a_header_that_is_decoded_at_once_grows_no_more_than_a_hundredfold(bomb, size):
+    """What is not measured first is so short that it need not be."""
+    header = SMALL_BOMBS[bomb](size)
+    assert len(header) == size
+    assert peak_of(lambda: decode_header(Kind.HELLO, header)) < 100 * SHORT_HEADER + ALLOWANCE
 
 
 def test_a_whole_manifest_fits_into_an_offer():

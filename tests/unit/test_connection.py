@@ -1,7 +1,10 @@
 """The state machine: who may say what, when, how long, and nothing else."""
 
+import hashlib
+
 import pytest
 
+import protocol.connection
 from protocol.codec import encode_header
 from protocol.connection import Connection, State
 from protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
@@ -15,6 +18,7 @@ from tests.unit.exchange import (
     frame_of,
     hear,
     other,
+    padded,
     payload_bytes,
     prefix_of,
 )
@@ -115,6 +119,7 @@ def test_what_may_be_heard_in_each_state_and_what_may_not(state, sender):
             assert connection.state is state
         elif kind is not Kind.REPORT:
             assert connection.feed(frame[:PREFIX_BYTES]) is None
+            assert connection.needed == len(frame) - PREFIX_BYTES
             assert connection.feed(frame[PREFIX_BYTES:]) == SAMPLES[kind]
             assert connection.state is leads_to
 
@@ -145,8 +150,86 @@ def test_roles_on_both_sides(role, kind, allowed):
     with pytest.raises(LocalProtocolError, match=rf"role {role} cannot send {kind.name}"):
         pair.sides[WORKER].send(SAMPLES[kind])
     with pytest.raises(RemoteProtocolError, match=rf"sent {kind.name}, which is not for role {role}"):
-        hear(pair.sides[SERVER], frame_of(SAMPLES[kind]))
+        pair.sides[SERVER].feed(frame_of(SAMPLES[kind])[:PREFIX_BYTES])  # before a byte of header is read
     assert pair.sides[SERVER].payload_bytes == 0
+
+
+# ---- padding -------------------------------------------------------------------------------------------
+
+
+def speaker_of(kind):
+    """The pair where this kind is due, and who says it."""
+    state = next(state for state, heard in EXPECTED.items() if any(said is kind for _, said in heard))
+    sender = next(side for side, said in EXPECTED[state] if said is kind) if kind is not Kind.REPORT else WORKER
+    return ConnectionPair(Role.EVALUATOR if kind is Kind.REPORT else Role.WORKER).open(until=state), sender
+
+
+EXPECTED_KINDS = [kind for kind in Kind if kind is not Kind.REPORT]
+
+
+@pytest.mark.parametrize("kind", EXPECTED_KINDS)
+def test_every_frame_is_filled_with_zeros_to_a_multiple_of_64(kind):
+    """With a payload or without: so whatever comes next in the stream is aligned as well."""
+    pair, sender = speaker_of(kind)
+    frame = pair.sides[sender].send(SAMPLES[kind])
+    header = encode_header(SAMPLES[kind])
+    assert len(frame) % 64 == 0
+    assert len(frame) - PREFIX_BYTES - len(header) < 64
+    assert frame[:PREFIX_BYTES] == Prefix(kind, len(header), payload_bytes(kind)).pack(), "padding is not announced"
+    assert frame[PREFIX_BYTES:] == header + bytes(len(frame) - PREFIX_BYTES - len(header))
+
+
+@pytest.mark.parametrize("characters", range(0, 130))
+def test_headers_of_any_length_end_at_a_multiple_of_64(characters):
+    """All remainders occur; the receiver asks for header and padding at once and finds the message in it."""
+    pair = ConnectionPair().open()
+    message = Heartbeat("x" * characters)
+    frame = pair.sides[WORKER].send(message)
+    server = pair.sides[SERVER]
+    assert len(frame) % 64 == 0
+    assert server.feed(frame[:PREFIX_BYTES]) is None
+    assert server.needed == len(frame) - PREFIX_BYTES
+    assert server.feed(frame[PREFIX_BYTES:]) == message
+
+
+@pytest.mark.parametrize("kind", EXPECTED_KINDS)
+def test_what_the_padding_holds_is_ignored(kind):
+    """Even bytes that would be msgpack: the header ends where the prefix says."""
+    for filler in (b"\xff", b"\x80", b"\xc1"):
+        pair, sender = speaker_of(kind)
+        listener = pair.sides[other(sender)]
+        assert hear(listener, frame_of(SAMPLES[kind], filler)) == [SAMPLES[kind]]
+        assert listener.needed == PREFIX_BYTES
+
+
+def test_a_frame_without_its_padding_is_not_whole():
+    connection = Connection(SERVER)
+    frame = frame_of(SAMPLES[Kind.HELLO])
+    connection.feed(frame[:PREFIX_BYTES])
+    bare = frame[PREFIX_BYTES : PREFIX_BYTES + len(encode_header(SAMPLES[Kind.HELLO]))]
+    assert len(bare) < connection.needed
+    with pytest.raises(LocalProtocolError, match=f"{connection.needed} bytes are needed, not {len(bare)}"):
+        connection.feed(bare)
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CHALLENGE])
+def test_the_digest_of_the_hellos_covers_the_padding(kind):
+    """Frames are hashed just as they were sent: padding changed on the way is ignored, and shows in the proof."""
+    assert frame_of(SAMPLES[kind], b"\1") != frame_of(SAMPLES[kind]), "there is padding to change"
+    digests = []
+    for filler in (b"\0", b"\1"):
+        server, worker = Connection(SERVER), Connection(WORKER)
+        said = worker.send(SAMPLES[Kind.HELLO])
+        heard = frame_of(SAMPLES[Kind.HELLO], filler if kind is Kind.HELLO else b"\0")
+        assert hear(server, heard) == [SAMPLES[Kind.HELLO]]
+        answer = server.send(SAMPLES[Kind.CHALLENGE])
+        arrived = frame_of(SAMPLES[Kind.CHALLENGE], filler if kind is Kind.CHALLENGE else b"\0")
+        assert hear(worker, arrived) == [SAMPLES[Kind.CHALLENGE]]
+        assert server.hellos_digest == hashlib.sha256(heard + answer).digest()
+        assert worker.hellos_digest == hashlib.sha256(said + arrived).digest()
+        digests.append((server.hellos_digest, worker.hellos_digest))
+    assert digests[0][0] == digests[0][1]
+    assert digests[1][0] != digests[1][1]
 
 
 # ---- limits, judged at the prefix ----------------------------------------------------------------------
@@ -171,10 +254,10 @@ HEADER_LIMITS = [
 
 @pytest.mark.parametrize(("state", "sender", "kind", "limit"), HEADER_LIMITS)
 def test_headers_on_both_sides_of_the_limit(state, sender, kind, limit):
-    """A header of the limit is asked for; one byte more is refused before any of it is."""
+    """A header of the limit is asked for, with its padding; one byte more is refused before any of it is."""
     connection = ConnectionPair().open(until=state).sides[other(sender)]
     assert connection.feed(Prefix(kind, limit, payload_bytes(kind)).pack()) is None
-    assert connection.needed == limit
+    assert connection.needed == limit + 44
     connection = ConnectionPair().open(until=state).sides[other(sender)]
     with pytest.raises(RemoteProtocolError, match=rf"{kind.name} header of {limit + 1} bytes; {limit} are allowed"):
         connection.feed(frame_prefix(kind, limit + 1))
@@ -223,7 +306,7 @@ def test_a_payload_is_exactly_the_layouts_or_refused_at_the_prefix(sender, kind,
         ):
             connection.feed(frame_prefix(kind, len(header), wrong))
     connection = ConnectionPair().open().sides[other(sender)]
-    assert hear_one(connection, prefix_of(kind, header) + header) == SAMPLES[kind]
+    assert hear_one(connection, padded(prefix_of(kind, header) + header)) == SAMPLES[kind]
     assert connection.payload_bytes == expected
 
 
@@ -258,11 +341,12 @@ def test_feed_takes_exactly_what_is_needed(size):
         Connection(SERVER).feed(bytes(size))
 
 
-def test_an_empty_header_is_refused_at_once():
+def test_an_empty_header_is_refused():
     """No message has an empty header: even one without fields is an empty map of one byte."""
     connection = ConnectionPair().open().sides[SERVER]
+    assert connection.feed(frame_prefix(Kind.BYE, 0)) is None
     with pytest.raises(RemoteProtocolError, match="not valid"):
-        connection.feed(frame_prefix(Kind.BYE, 0))
+        connection.feed(bytes(connection.needed))
 
 
 @pytest.mark.parametrize("kind", [0, 17, 65_535])
@@ -282,7 +366,8 @@ def test_another_version_names_both_and_can_still_be_answered():
 
 
 @pytest.mark.parametrize(
-    "broken", [b"GET / HTTP/1.1\r\n\r\n--", prefix_of(Kind.BYE, b"\x80"), prefix_of(Kind.HELLO, b"\xc1") + b"\xc1"]
+    "broken",
+    [b"GET / HTTP/1.1\r\n\r\n--", prefix_of(Kind.BYE, b"\x80"), padded(prefix_of(Kind.HELLO, b"\xc1") + b"\xc1")],
 )
 def test_nothing_is_heard_after_a_broken_frame(broken):
     """Garbage, a frame out of turn and an invalid header all end the hearing."""
@@ -309,3 +394,17 @@ def test_frames_that_cross_are_no_fault():
     down = [pair.sides[SERVER].send(Heartbeat()), pair.sides[SERVER].send(SAMPLES[Kind.VALUES]) + bytes(128)]
     assert hear(pair.sides[SERVER], b"".join(up)) == [Heartbeat(), SAMPLES[Kind.PUSH]]
     assert [type(m) for m in hear(pair.sides[WORKER], b"".join(down))] == [Heartbeat, Values]
+
+
+@pytest.mark.parametrize("end", [Kind.ENDED, Kind.REFUSED])
+def test_a_message_on_its_way_does_not_open_a_connection_that_has_just_ended(monkeypatch, end):
+    """A heartbeat's thread is in the middle of sending when another hears the end: closed stays closed."""
+    worker = ConnectionPair().open().sides[WORKER]
+
+    def encode_while_the_end_is_heard(message):
+        assert hear(worker, frame_of(SAMPLES[end])) == [SAMPLES[end]]
+        return encode_header(message)
+
+    monkeypatch.setattr(protocol.connection, "encode_header", encode_while_the_end_is_heard)
+    worker.send(Heartbeat())
+    assert worker.state is State.CLOSED

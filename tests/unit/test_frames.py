@@ -4,8 +4,9 @@ import struct
 
 import pytest
 
+from protocol import tensors
 from protocol.errors import ExitCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
-from protocol.frames import MAX_HEADER_MANIFEST, MAX_PAYLOAD, PREFIX_BYTES, VERSION, Prefix
+from protocol.frames import ALIGNMENT, MAX_HEADER_MANIFEST, MAX_PAYLOAD, PREFIX_BYTES, VERSION, Prefix
 
 
 def test_the_prefix_is_these_twenty_bytes():
@@ -51,3 +52,29 @@ def test_lengths_over_the_limit_are_our_own_mistake(header_bytes, payload_bytes)
 def test_lengths_at_the_limit_can_be_sent():
     prefix = Prefix(5, MAX_HEADER_MANIFEST, MAX_PAYLOAD)
     assert Prefix.unpack(prefix.pack()) == prefix
+
+
+@pytest.mark.parametrize(
+    ("header_bytes", "padding"),
+    [
+        (0, 44),
+        (1, 43),
+        (43, 1),
+        (44, 0),
+        (45, 63),
+        (107, 1),
+        (108, 0),
+        (109, 63),
+        (4096, 44),
+        (MAX_HEADER_MANIFEST, 44),
+    ],
+)
+def test_zeros_follow_the_header_up_to_a_multiple_of_64(header_bytes, padding):
+    """Prefix, header and padding together, with or without a payload; never a whole 64 bytes of padding."""
+    for payload_bytes in (0, 64, MAX_PAYLOAD):
+        assert Prefix(10, header_bytes, payload_bytes).padding_bytes == padding
+
+
+def test_a_payload_is_aligned_in_its_frame_as_its_tensors_are_in_memory():
+    """Else no tensor would lie in the kernel's buffers as it lies in the arena."""
+    assert ALIGNMENT == tensors.ALIGNMENT == 64

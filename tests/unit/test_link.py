@@ -64,7 +64,7 @@ def links():
 def test_a_message_and_its_payload_arrive_whole(links):
     worker, server = links
     payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
-    worker.send(SAMPLES[Kind.PUSH], [payload.data[:100], payload.data[100:]], payload.nbytes)
+    worker.send(SAMPLES[Kind.PUSH], [payload.data[:100], payload.data[100:]])
     worker.send(Bye())
     assert server.receive() == SAMPLES[Kind.PUSH]
     received = np.empty_like(payload)
@@ -74,10 +74,86 @@ def test_a_message_and_its_payload_arrive_whole(links):
     assert server.connection.state is State.CLOSED
 
 
+@pytest.mark.parametrize(
+    "payload", [[], [bytes(191)], [bytes(193)], [bytes(192), b"\0"], [bytes(64), bytes(127)], [bytes(128)]]
+)
+def test_a_payload_that_does_not_add_up_is_not_sent(links, payload):
+    """Else the receiver would take the next frame for the rest of it, or the rest for the next frame."""
+    worker, server = links
+    said = sum(map(len, payload))
+    with pytest.raises(LocalProtocolError, match=rf"PUSH payload of {said} bytes cannot be sent; it must be 192"):
+        worker.send(SAMPLES[Kind.PUSH], payload)
+    assert not server.channel.incoming, "not even the prefix"
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)])
+    assert server.receive() == SAMPLES[Kind.PUSH]
+
+
+def test_a_payload_after_a_message_that_has_none_is_not_sent(links):
+    worker, server = links
+    with pytest.raises(LocalProtocolError, match="PULL payload of 1 bytes cannot be sent; it must be 0"):
+        worker.send(Pull(0), [b"x"])
+    worker.send(Pull(0), [b"", memoryview(b"")])
+    assert server.receive() == Pull(0)
+    assert not server.wait(0.0)
+
+
+def test_a_payload_is_measured_in_bytes_whatever_its_buffers_are(links):
+    """192 bytes as 24 numbers of 8, in two dimensions."""
+    worker, server = links
+    numbers = np.arange(24.0).reshape(4, 6)
+    worker.send(SAMPLES[Kind.PUSH], [numbers.data])
+    server.receive()
+    received = np.empty(192, np.uint8)
+    server.receive_payload(received.data)
+    np.testing.assert_array_equal(received.view(np.float64), numbers.ravel())
+
+
+@pytest.mark.parametrize(
+    ("size", "block_ends", "message"),
+    [
+        (191, (), "192 bytes cannot be received into 191 bytes"),
+        (193, (), "192 bytes cannot be received into 193 bytes"),
+        (0, (), "into 0 bytes"),
+        (256, (64, 192), "into 256 bytes in blocks up to 192"),
+        (192, (64, 128), "into 192 bytes in blocks up to 128"),
+        (192, (64, 256), "into 192 bytes in blocks up to 256"),
+    ],
+)
+def test_a_payload_is_received_whole_or_not_at_all(links, size, block_ends, message):
+    """A view or blocks of another length leave the payload where it is, and it is still due."""
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(range(192))])
+    server.receive()
+    with pytest.raises(LocalProtocolError, match=message):
+        server.receive_payload(memoryview(bytearray(size)), block_ends)
+    payload = bytearray(192)
+    server.receive_payload(memoryview(payload))
+    assert payload == bytes(range(192))
+
+
+def test_no_payload_is_received_when_none_is_due(links):
+    with pytest.raises(LocalProtocolError, match="a payload of 0 bytes cannot be received into 192 bytes"):
+        links[1].receive_payload(memoryview(bytearray(192)))
+
+
+def test_payloads_start_at_a_multiple_of_64_in_the_stream(links):
+    """Whatever was said before: so the kernel's buffers and the arena are aligned alike."""
+    worker, server = links
+    sent = server.channel.incoming
+    mark = bytes(range(1, 193))
+    for characters in range(70):
+        worker.send(Heartbeat("x" * characters))
+        worker.send(Push(2**62, 0, 10**characters if characters < 18 else 1, None, 0.5, characters), [mark])
+    stream = bytes(sent)
+    starts = [at for at in range(len(stream)) if stream.startswith(mark, at)]
+    assert len(starts) == 70
+    assert {start % 64 for start in starts} == {0}
+
+
 def test_a_payload_can_be_received_in_blocks_that_are_told_as_they_come(links):
     worker, server = links
     payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
-    worker.send(SAMPLES[Kind.PUSH], [payload.data], payload.nbytes)
+    worker.send(SAMPLES[Kind.PUSH], [payload.data])
     server.receive()
     received = np.zeros_like(payload)
     seen = []
@@ -102,7 +178,7 @@ def test_a_payload_that_is_not_wanted_is_read_away():
         link.connection.state = State.OPEN
         link.connection.role = SAMPLES[Kind.HELLO].role
         link.connection.agree(layout)
-    sender.send(Initial(), [bytes(layout.values_bytes)], layout.values_bytes)
+    sender.send(Initial(), [bytes(layout.values_bytes)])
     sender.send(Pull(3))
     assert receiver.receive() == Initial()
     receiver.discard_payload()
@@ -111,7 +187,7 @@ def test_a_payload_that_is_not_wanted_is_read_away():
 
 def test_the_next_message_is_not_received_before_the_payload(links):
     worker, server = links
-    worker.send(SAMPLES[Kind.PUSH], [bytes(LAYOUT.payload_bytes)], LAYOUT.payload_bytes)
+    worker.send(SAMPLES[Kind.PUSH], [bytes(LAYOUT.payload_bytes)])
     server.receive()
     with pytest.raises(LocalProtocolError, match="payload is due"):
         server.receive()
@@ -169,7 +245,7 @@ def test_what_was_heard_and_said_last_is_known(clock, links):
 
 def test_a_payload_is_a_sign_of_life_too(clock, links):
     worker, server = links
-    worker.send(SAMPLES[Kind.PUSH], [bytes(192)], 192)
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)])
     server.receive()
     clock.now += 7
     server.discard_payload()
@@ -239,6 +315,26 @@ def test_a_header_may_take_as_long_as_its_size_allows(clock, links):
         server.receive()
 
 
+def test_a_payload_may_take_as_long_to_send_as_its_size_allows(clock, links):
+    """The sender's patience is measured by the buffers that it was given: a second for each 16384 bytes."""
+    worker, _ = links
+    worker.connection.agree(Layout.of(Manifest((VariableSpec("v", (1 << 20,), "float32"),))))
+    size = 4 << 20
+
+    def slow_send(buffers, patience):
+        clock.now += 10 + size / 16384 - 1
+        patience.moved()
+        patience.check("peer")
+        clock.now += 2
+        patience.moved()
+        with pytest.raises(PeerSilent, match="too few bytes"):
+            patience.check("peer")
+
+    worker.channel.send = slow_send
+    worker.send(SAMPLES[Kind.PUSH], [bytes(size // 2), bytes(size // 2)])
+    assert clock.now == 1000 + 10 + 256 + 1, "it has been sent"
+
+
 def test_a_deadline_holds_for_the_whole_message(clock, links):
     """In the handshake a stranger has its seconds for prefix and header together."""
     worker, server = links
@@ -275,7 +371,7 @@ def test_frames_of_several_threads_never_mix():
     def push(epoch):
         payload = bytes([epoch]) * LAYOUT.payload_bytes
         for seq in range(1, rounds + 1):
-            worker.send(Push(epoch, 0, seq, None, None, 1), [payload[:50], payload[50:]], len(payload))
+            worker.send(Push(epoch, 0, seq, None, None, 1), [payload[:50], payload[50:]])
 
     def beat():
         for _ in range(rounds):

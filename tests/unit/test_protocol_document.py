@@ -30,7 +30,8 @@ from protocol.messages import (
 )
 from protocol.proof import prove
 from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
-from tests.unit.exchange import frame_of
+from ps.session import HOLD_SLACK
+from tests.unit.exchange import frame_of, padded
 
 TEXT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
 
@@ -99,6 +100,7 @@ def test_the_prefix():
     assert sum(widths[row[1]] for row in rows) == frames.PREFIX_BYTES
     assert frames.MAGIC.decode() in rows[0][2]
     assert str(frames.VERSION) in rows[1][2]
+    assert f"a multiple of {frames.ALIGNMENT}" in section("Frames")
 
 
 def test_the_table_of_messages():
@@ -131,6 +133,7 @@ def test_the_lists_of_roles_codes_and_statuses():
     assert [row[0] for row in table("Refusal codes")] == list(RefusalCode)
     assert [row[0] for row in table("Statuses")] == list(Status)
     assert all(f"`{role}`" in section("Identity") for role in Role)
+    assert f"held for {HOLD_SLACK:g} heartbeat intervals" in section("Identity")
 
 
 def test_the_table_of_limits():
@@ -163,13 +166,14 @@ def test_the_table_of_dtypes():
 
 # ---- worked examples -----------------------------------------------------------------------------------
 
-HELLO = Hello("site-a", "host-a", 0, Role.WORKER, incarnation=7, nonce=bytes(range(32)))
+HELLO = Hello("site-north", "host-a", 0, Role.WORKER, incarnation=7, nonce=bytes(range(32)))
 CHALLENGE = Challenge(bytes(range(32, 64)), token_required=True)
 TOKEN = b"correct-horse-battery-staple"
 
 
 def test_the_handshake_worked_out():
-
+    assert not frame_of(HELLO).endswith(codec.encode_header(HELLO)), "a client that hashes no padding must fail"
+    assert not frame_of(CHALLENGE).endswith(codec.encode_header(CHALLENGE))
     hellos = hashlib.sha256(frame_of(HELLO) + frame_of(CHALLENGE)).digest()
     assert example("The proof, worked out") == {
         "hello": frame_of(HELLO),
@@ -184,8 +188,11 @@ def test_the_handshake_worked_out():
 def test_the_frame_worked_out():
     push = Push(epoch=5, step=0, seq=1, loss=0.5, accuracy=None, examples=32)
     frame = example("A frame, worked out")
+    assert list(frame) == ["prefix", "header", "padding"]
     assert frame["header"] == codec.encode_header(push)
     assert frame["prefix"] == frames.Prefix(Kind.PUSH, len(frame["header"]), 320).pack()
+    assert b"".join(frame.values()) == padded(frame["prefix"] + frame["header"])
+    assert f"{len(frame['padding'])} zero bytes" in section("A frame, worked out")
 
 
 EXAMPLE = Manifest(

@@ -1,7 +1,9 @@
 """Manifest, layout and arena: what travels, where it lies, and what a hostile manifest cannot do."""
 
 import math
+import mmap
 import tracemalloc
+from pathlib import Path
 
 import ml_dtypes
 import msgpack
@@ -14,6 +16,7 @@ from protocol.errors import LocalProtocolError, ManifestMismatch, RemoteProtocol
 from protocol.tensors import (
     ALIGNMENT,
     FLOATING,
+    HUGE_PAGE_BYTES,
     ITEM_BYTES,
     MAX_DIMENSIONS,
     MAX_NAME_BYTES,
@@ -422,6 +425,51 @@ def test_buffers_are_aligned_and_exactly_as_long(size):
     assert size == 0 or buffer.ctypes.data % ALIGNMENT == 0
 
 
+@pytest.mark.parametrize(
+    "size", [HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 3 * HUGE_PAGE_BYTES + 7]
+)
+def test_buffers_on_both_sides_of_a_huge_page_are_the_same_to_their_user(size):
+    """Aligned, exactly as long, flat bytes to write, each with memory of its own, and alive as long as any view."""
+    buffers = [aligned_empty(size) for _ in range(2)]
+    for number, buffer in enumerate(buffers, 1):
+        assert (buffer.nbytes, buffer.dtype, buffer.ndim) == (size, np.uint8, 1)
+        assert buffer.ctypes.data % ALIGNMENT == 0
+        assert buffer.flags.writeable and buffer.flags.c_contiguous
+        buffer[:] = number
+    tail = buffers[0][-5:]
+    del buffers[0], buffer
+    assert tail.tolist() == [1] * 5
+    assert buffers[0][0] == buffers[0][-1] == 2
+
+
+def mapping_of(buffer):
+    """Permissions and flags of the memory where a buffer lies, as the kernel tells them."""
+    permissions = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            start, end = (int(edge, 16) for edge in words[0].split("-"))
+            permissions = words[1] if start <= buffer.ctypes.data < end else None
+        elif words[0] == "VmFlags:" and permissions is not None:
+            return permissions, words[1:]
+    raise AssertionError("the buffer lies nowhere")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages on this system")
+def test_large_buffers_are_private_and_on_huge_pages():
+    """Memory that is shared gets none, whatever is asked for, and a forked process would write into it."""
+    permissions, flags = mapping_of(aligned_empty(HUGE_PAGE_BYTES))
+    assert permissions == "rw-p"
+    assert "hg" in flags
+
+
+def test_large_buffers_do_without_huge_pages_where_there_are_none(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    buffer = aligned_empty(HUGE_PAGE_BYTES)
+    buffer[:] = 1
+    assert buffer.nbytes == HUGE_PAGE_BYTES
+
+
 def test_an_arena_needs_a_buffer_that_fits():
     layout = Layout.of(manifest(spec("v", (40,))))
     assert layout.values_bytes == 192
@@ -518,3 +566,32 @@ def test_a_side_array_is_checked_likewise():
     assert side.size_bytes == math.prod((2, 3)) * 4
     with pytest.raises(ManifestMismatch, match="'logits' must be float32"):
         check_array(side, np.zeros((2, 4), np.float32))
+
+
+def dtype_of(name):
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+@pytest.mark.parametrize("wanted", ITEM_BYTES)
+def test_arrays_of_the_right_dtype_pass_whatever_object_describes_it(wanted):
+    """NumPy has one object for each plain dtype, but not for all that are equal to it."""
+    for dtype in (dtype_of(wanted), np.dtype(dtype_of(wanted).type), dtype_of(wanted).newbyteorder("=")):
+        check_array(spec("v", (2,), wanted, STATE), np.zeros(2, dtype))
+    copied = np.dtype(wanted if wanted != "bfloat16" else ml_dtypes.bfloat16, metadata={"made": "elsewhere"})
+    assert copied is not dtype_of(wanted)
+    check_array(spec("v", (2,), wanted, STATE), np.zeros(2, copied))
+
+
+@pytest.mark.parametrize("wanted", ITEM_BYTES)
+def test_arrays_of_any_other_dtype_are_refused(wanted):
+    """Each of the dtypes that travel against each other, and some that never do."""
+    others = [dtype_of(name) for name in ITEM_BYTES if name != wanted]
+    for dtype in (*others, np.dtype("complex64"), np.dtype("S4"), np.dtype("datetime64[s]"), np.dtype(object)):
+        with pytest.raises(ManifestMismatch, match=f"'v' must be {wanted}"):
+            check_array(spec("v", (2,), wanted, STATE), np.zeros(2, dtype))
+
+
+def test_the_shape_is_checked_whatever_the_dtype():
+    for shape in ((), (3,), (2, 1), (1, 2)):
+        with pytest.raises(ManifestMismatch, match=r"must be float32 \[2\]"):
+            check_array(spec("v", (2,)), np.zeros(shape, np.float32))

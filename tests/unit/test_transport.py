@@ -1,6 +1,7 @@
 """Channels over real sockets of the loopback: whole transfers, named ends, and no call without a limit."""
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -297,6 +298,54 @@ def test_a_wake_stays_set_until_it_is_cleared(pair, wake):
     assert caller.wait(LONG_S) is True, "a wait without the wake sees the bytes as well"
 
 
+@pytest.mark.parametrize("another", [True, False], ids=["another wake", "no wake"])
+def test_a_wake_may_be_closed_before_the_next_wait(pair, wake, another):
+    """The channel outlives those who wake it: a closed one is forgotten, whoever has its number now."""
+    caller, called = pair
+    earlier = Wake()
+    assert caller.wait(0.0, earlier) is False
+    earlier.close()
+    assert caller.wait(0.0, wake if another else None) is False
+    called.send([b"x"], patient())
+    assert caller.wait(LONG_S, wake if another else None) is True
+
+
+def test_a_wake_with_the_number_of_a_closed_one_wakes(pair):
+    caller, called = pair
+    earlier = Wake()
+    assert caller.wait(0.0, earlier) is False
+    number = earlier.fileno()
+    earlier.close()
+    later = Wake()
+    try:
+        assert later.fileno() == number, "the system gives out the lowest free number"
+        later.set()
+        assert caller.wait(LONG_S, later) is False
+        called.send([b"x"], patient())
+        later.clear()
+        assert caller.wait(LONG_S, later) is True
+    finally:
+        later.close()
+
+
+@pytest.mark.parametrize("timeout_s", [2.0**31 / 1000, 1e9, 1e300, math.inf])
+def test_a_wait_may_be_told_to_last_for_ever(pair, wake, timeout_s):
+    """`poll` takes milliseconds as a C integer; 25 days and more are cut to what it can count."""
+    caller, called = pair
+    wake.set()
+    assert caller.wait(timeout_s, wake) is False
+    called.send([b"x"], patient())
+    assert caller.wait(timeout_s) is True
+    with listening() as listener:
+        assert listener.accept(timeout_s, wake) is None
+
+
+def test_a_negative_time_is_no_time():
+    """`poll` would take it for for ever."""
+    with listening() as listener:
+        assert listener.accept(-1.0) is None
+
+
 def test_a_wake_may_be_set_very_often_and_after_it_was_closed():
     """Whoever sets it must never block and never fail."""
     wake = Wake()
@@ -423,16 +472,26 @@ def test_addresses_are_written_as_people_write_them():
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("::1", True),
+        ("[::1]", True),
+        ("::1%lo", True),
+        ("::ffff:127.0.0.1", True),
         ("localhost", True),
+        ("LocalHost", True),
         ("0.0.0.0", False),
         ("::", False),
+        ("[::]", False),
+        ("10.0.0.1", False),
         ("192.0.2.1", False),
+        ("::ffff:10.0.0.1", False),
         ("example.org", False),
+        ("localhost.example", False),
         ("fe80::1%eth0", False),
+        ("127.0.0.1%lo", False),
         ("", False),
+        ("[]", False),
     ],
 )
-def test_which_hosts_are_loopback(host, loopback):
+def test_which_hosts_are_loopback_is_told_without_asking_the_network(host, loopback):
     """What is not surely loopback needs tokens."""
     assert is_loopback(host) is loopback
 

@@ -1,0 +1,1 @@
+"""Measure the project against what it is compared with; every figure in the docs comes from here."""

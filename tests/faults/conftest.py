@@ -1,0 +1,5 @@
+"""Fixtures of the fault tests."""
+
+from tests.integration.processes import processes
+
+__all__ = ["processes"]

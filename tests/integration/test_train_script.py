@@ -1,0 +1,152 @@
+"""`scripts/train.sh`, run as a person runs it: it trains, it says what it did, and it leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from tests.integration.processes import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+"""Each test starts TensorFlow several times, which takes a minute on a machine that is busy."""
+
+AT_ONCE_S = 20.0
+"""A signal ends all within 5 s; a busy machine is given more. The measured time is in the report."""
+
+CONFIGURATION = 2
+
+
+class Script:
+    """A run of `train.sh` with a directory of its own, by which all its processes are known."""
+
+    def __init__(self, processes, directory, *options):
+        self.directory = directory
+        self.process = processes.command("train.sh", ROOT / "scripts/train.sh", "--run-dir", directory, *options)
+
+    def members(self):
+        """Return all processes of the run that live, the script included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.directory) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    @property
+    def port(self):
+        return int((self.directory / "port").read_text())
+
+    def has_left_nothing(self):
+        with socket.socket() as probe:
+            nobody_listens = probe.connect_ex(("127.0.0.1", self.port)) != 0
+        return self.members() == [] and nobody_listens
+
+
+@pytest.fixture
+def train(processes, tmp_path):
+    """Return a function that starts the script; whatever of it lives at the end is killed."""
+    scripts = []
+
+    def start(*options):
+        scripts.append(Script(processes, tmp_path / f"run-{len(scripts)}", *options))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        for process in script.members():
+            process.kill()
+
+
+def test_it_trains_from_end_to_end(train):
+    """Three workers and an evaluator, on digits; progress in plain lines, a summary, results, and nothing left."""
+    script = train("--steps", 100, "--learning-rate", 0.003, "--evaluate-every=25")
+    script.process.says("Training mlp on digits: 3 workers, 100 steps")
+    script.process.ends_with(0)
+    assert script.has_left_nothing()
+    log = script.process.log
+    assert re.search(r"^step \d+/100  .*examples/s", log, re.MULTILINE)
+    assert "\r" not in log  # a live line is for a terminal
+    summary = json.loads((script.directory / "summary.json").read_text())
+    assert summary["test_accuracy"] >= 0.93
+    told = re.search(r"Trained: 100 steps in [\d.]+ s, loss [\d.]+, test accuracy ([\d.]+) \(at step 100\)", log)
+    assert told is not None
+    assert told[1] == f"{summary['test_accuracy']:.3f}"
+    assert "What to try next:" in log
+    assert len(summary["workers"]) == 3
+    assert len(load_file(script.directory / "model.safetensors")) == 6
+    assert "done at step 100" in (script.directory / "worker-2.log").read_text()
+    for secret in (script.directory, *script.directory.glob("*token*")):
+        assert secret.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_all(train, record_property, number):
+    """Ctrl-C in the midst of training, SIGTERM while TensorFlow comes up: no child is left, the port is free."""
+    script = train("--workers", 1, "--steps", 1_000_000)
+    if number is signal.SIGINT:
+        script.process.says("step [1-9]")
+        assert len(script.members()) == 4  # the script, a server, a worker, an evaluator
+    else:
+        script.process.says("listening on")
+    began = time.monotonic()
+    if number is signal.SIGINT:
+        os.killpg(script.process.pid, number)  # as a terminal does
+    else:
+        script.process.send(number)
+    script.process.ends_with(128 + number)
+    took = time.monotonic() - began
+    record_property("seconds", took)
+    print(f"---- ended within {took:.2f} s")
+    assert took < AT_ONCE_S
+    assert script.has_left_nothing()
+    script.process.says(f"Stopped. Logs: {script.directory}")
+
+
+def test_a_worker_that_fails_ends_all(train, tmp_path):
+    """What it said is shown, its exit code is the script's, and nobody waits for it."""
+    script = train("--workers", 2, "--dataset", f"npz:{tmp_path}/none.npz")
+    script.process.ends_with(CONFIGURATION)
+    assert script.has_left_nothing()
+    script.process.says(r"(worker-\d|evaluator) failed with exit code 2. The end of .*\.log:")
+    script.process.says(r"none\.npz is missing: check the path after npz:")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--workers", "none"), "train.sh: --workers must be a number from 1, not 'none'"),
+        (("--port", 5014), "train.sh: --port is what this script sets by itself; .*scripts/launch_ps.sh"),
+        (("--steps",), "train.sh: --steps needs a value"),
+        (("--optimiser", "sgd"), "weighmaster-ps: No such option '--optimiser'"),
+    ],
+    ids=["not a number", "its own", "no value", "unknown"],
+)
+def test_an_option_that_is_wrong(train, options, sentence):
+    """One sentence, of the script or of the server that was to have the option."""
+    script = train(*options)
+    script.process.ends_with(CONFIGURATION)
+    script.process.says(f"^{sentence}")
+    assert script.members() == []
+
+
+def test_the_launch_scripts_are_the_programs(processes, tmp_path):
+    """Every option is passed through, and so are the exit code and a signal: the script becomes the program."""
+    port_file = tmp_path / "port"
+    options = ("--workers", 1, "--steps", 1, "--port", 0, "--port-file", port_file, "--run-dir", tmp_path)
+    server = processes.command("launch_ps.sh", ROOT / "scripts/launch_ps.sh", *options)
+    server.says("listening on")
+    address = f"127.0.0.1:{port_file.read_text().strip()}"
+    worker = processes.command(
+        "launch_worker.sh", ROOT / "scripts/launch_worker.sh", "--ps", address, "--rank", 1, "--threads", 1
+    )
+    worker.fails(3, "rank 1 is not one of this run's ranks 0 to 0")
+    server.send(signal.SIGTERM)
+    server.fails(143, "the server was stopped by SIGTERM")

@@ -1,0 +1,207 @@
+"""Sessions over real sockets: who is held, who defines the variables, and how a refusal is cut to fit."""
+
+import contextlib
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import worker
+from protocol.codec import encode_header
+from protocol.errors import ConnectionLost, Refused
+from protocol.frames import MAX_HEADER_UNPROVEN
+from protocol.link import Link
+from protocol.messages import (
+    AUTO_RANK,
+    Bye,
+    Challenge,
+    Ended,
+    Heartbeat,
+    Hello,
+    Offer,
+    Proof,
+    Refusal,
+    RefusalCode,
+    Role,
+    ServerProof,
+    Side,
+    Status,
+    Welcome,
+)
+from protocol.proof import NO_PROOF
+from protocol.tensors import Manifest, VariableSpec
+from protocol.transport import Patience, connect
+from ps.config import ServerConfig
+from ps.console import Console
+from ps.server import ParameterServer
+from ps.session import Session
+from tests.unit.exchange import frame_of
+
+PATIENCE_S = 30.0
+
+KERNEL, BIAS = VariableSpec("kernel", (3,), "float32"), VariableSpec("bias", (), "float32")
+
+
+class Run:
+    """A server of one worker that runs in a thread, and links to it."""
+
+    def __init__(self, server, links):
+        self.server = server
+        self.listener = server.listen()
+        self._links = links
+
+    def call(self):
+        link = Link(connect(self.listener.address, PATIENCE_S), Side.WORKER)
+        self._links.callback(link.close)
+        return link
+
+    def offer(self, role, *variables):
+        """Shake hands as far as the offer."""
+        link = self.call()
+        rank = 0 if role is Role.WORKER else AUTO_RANK
+        link.send(Hello("", "host-a", rank, role, incarnation=7 + (role is Role.WORKER), nonce=bytes(32)))
+        assert isinstance(link.receive(), Challenge)
+        link.send(Proof(NO_PROOF))
+        assert isinstance(link.receive(), ServerProof)
+        link.send(Offer(Manifest(variables).to_wire(), 1))
+        return link
+
+
+@pytest.fixture
+def run():
+    config = ServerConfig(
+        workers=1, steps=1, port=0, heartbeat_interval=0.2, threads=1, optimizer="sgd", learning_rate=1.0
+    )
+    server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
+    with contextlib.ExitStack() as links, ThreadPoolExecutor(1) as pool:
+        run = Run(server, links)
+        running = pool.submit(server.run, run.listener)
+        try:
+            yield run
+        finally:
+            server.stop(Status.INTERRUPTED, "the test is over")
+            running.result(PATIENCE_S)
+
+
+def answer(link):
+    """The first message that is no heartbeat."""
+    message = link.receive()
+    while isinstance(message, Heartbeat):
+        message = link.receive()
+    return message
+
+
+# ---- an evaluator that comes first ---------------------------------------------------------------------
+
+
+def test_an_evaluator_that_comes_first_waits_for_the_worker_that_defines_the_variables(run):
+    """It is told for whom it waits, may beat meanwhile, and the order of the variables is the worker's."""
+    evaluator = run.offer(Role.EVALUATOR, BIAS, KERNEL)
+    waiting = evaluator.receive()
+    assert isinstance(waiting, Heartbeat)
+    assert "waits for rank 0" in waiting.waiting
+    evaluator.send(Heartbeat())
+    assert isinstance(evaluator.receive(), Heartbeat), "held on"
+    worker = run.offer(Role.WORKER, KERNEL, BIAS)
+    for link, rank in ((worker, 0), (evaluator, AUTO_RANK)):
+        welcome = answer(link)
+        assert isinstance(welcome, Welcome)
+        assert (welcome.rank, welcome.manifest) == (rank, Manifest((KERNEL, BIAS)).to_wire())
+
+
+def test_an_evaluator_with_other_variables_is_the_one_that_is_refused(run):
+    """Not the worker, however early the evaluator came."""
+    evaluator = run.offer(Role.EVALUATOR, KERNEL, VariableSpec("bias", (2,), "float32"))
+    assert isinstance(evaluator.receive(), Heartbeat)
+    worker = run.offer(Role.WORKER, KERNEL, BIAS)
+    assert isinstance(answer(worker), Welcome)
+    refusal = answer(evaluator)
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is RefusalCode.MANIFEST
+    assert "'bias'" in refusal.reason
+
+
+def test_an_evaluator_that_is_held_is_told_when_the_run_ends(run):
+    evaluator = run.offer(Role.EVALUATOR, KERNEL)
+    assert isinstance(evaluator.receive(), Heartbeat)
+    run.server.stop(Status.NO_PROGRESS, "nobody came")
+    assert answer(evaluator) == Ended(Status.NO_PROGRESS, "nobody came")
+
+
+@pytest.mark.parametrize("how", ["closes", "says what it may not"])
+def test_an_evaluator_that_is_held_and_goes_leaves_no_session(run, how):
+    evaluator = run.offer(Role.EVALUATOR, KERNEL)
+    assert isinstance(evaluator.receive(), Heartbeat)
+    session = run.server.session(1)
+    if how == "closes":
+        evaluator.close()
+    else:  # a goodbye is for open connections, and our own code would not send it here
+        evaluator.channel.send([frame_of(Bye())], Patience(0, PATIENCE_S))
+        with pytest.raises(ConnectionLost):
+            answer(evaluator)
+    session.join(PATIENCE_S)
+    assert not session.is_alive()
+    assert run.server.session(1) is None
+    assert isinstance(answer(run.offer(Role.WORKER, KERNEL)), Welcome)
+
+
+# ---- a push as the server understands it ---------------------------------------------------------------
+
+
+def test_gradients_in_any_memory_order_mean_the_same_numbers(run):
+    """Strided, in Fortran order, big-endian: what travels is little endian and in C order."""
+    numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
+    gradients = {
+        "big-endian": numbers.astype(">f4"),
+        "fortran": np.asfortranarray(numbers),
+        "strided": np.repeat(numbers, 2, axis=1)[:, ::2],
+    }
+    initial = {name: np.zeros_like(numbers) for name in gradients}
+    with worker.connect(str(run.listener.address), initial, rank=0) as server:
+        assert not server.pull().done
+        update = server.push(gradients, loss=1.0)
+        for name in gradients:
+            np.testing.assert_array_equal(update.values[name], -numbers, name)
+
+
+# ---- the length of a refusal ---------------------------------------------------------------------------
+
+LONG_REASON = "no\n" + "😀" * 5000
+
+
+def test_a_refusal_before_the_proof_is_cut_to_what_a_stranger_may_be_sent(run, monkeypatch):
+    """4 KB with the rest of the header; whole characters, and dots say that it was longer."""
+
+    def refuse(session, hello):
+        raise Refused(RefusalCode.TOKEN_REQUIRED, LONG_REASON)
+
+    monkeypatch.setattr(Session, "_authenticate", refuse)
+    link = run.call()
+    link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
+    refusal = link.receive()
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith("no?😀")
+    assert refusal.reason.endswith("😀...")
+    assert MAX_HEADER_UNPROVEN - 100 < len(encode_header(refusal)) <= MAX_HEADER_UNPROVEN
+
+
+def test_a_refusal_after_the_proof_has_all_characters_of_a_reason(run, monkeypatch):
+    def refuse(offer):
+        raise Refused(RefusalCode.MANIFEST, LONG_REASON)
+
+    monkeypatch.setattr(run.server, "agree", refuse)
+    refusal = run.offer(Role.WORKER, KERNEL).receive()
+    assert isinstance(refusal, Refusal)
+    assert len(refusal.reason) == 4096
+    assert refusal.reason.endswith("😀...")
+
+
+def test_a_refusal_that_fits_is_not_cut(run, monkeypatch):
+    def refuse(session, hello):
+        raise Refused(RefusalCode.CODEC, "no " + "x" * 4000)
+
+    monkeypatch.setattr(Session, "_authenticate", refuse)
+    link = run.call()
+    link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
+    assert link.receive() == Refusal(RefusalCode.CODEC, "no " + "x" * 4000)
