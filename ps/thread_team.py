@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 PIECE_ELEMENTS = 1 << 17
 """Least elements of a range that is worth handing to another thread (about 0.1 ms)."""
 
-PIECES_PER_RUN = 8
+PIECES_PER_RUN = 4
 """Ranges into which a large run is divided: a core that is busy elsewhere does fewer of them."""
 
 _LINE_ELEMENTS = 64
