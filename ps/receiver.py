@@ -10,7 +10,7 @@ from protocol.errors import LocalProtocolError
 from protocol.tensors import FLOATING, Kind, Layout
 from ps import kernels
 
-RECEIVE_BLOCK_BYTES = 1 << 21
+RECEIVE_BLOCK_BYTES = 1 << 20
 """A gradient is checked in blocks of this size as it arrives, while they are in the cache."""
 
 COMPUTED = ("float32", "float64")

@@ -6,7 +6,7 @@ All state is behind one lock. `_update` is the one place where the weights are u
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from ps.coordinator import (
     Announce,
     AskInitial,
     CloseRound,
+    Contribution,
     Coordinator,
     Drop,
     Finish,
@@ -399,11 +400,10 @@ class ParameterServer:
 
     def hold_values(self, session: Session, reply: Reply) -> tuple[Values, Hold]:
         """Pin the current values for a reply; whoever sends them releases the hold."""
-        with self._lock:
-            assert self._store is not None
-            hold = self._store.hold(session.link.abort)
-            done = hold.version.step >= self.config.steps
-            return Values(self.epoch, hold.version.step, reply.seq, reply.applied, reply.reason, done), hold
+        assert self._store is not None
+        hold = self._store.hold(session.link.abort)
+        done = hold.version.step >= self.config.steps
+        return Values(self.epoch, hold.version.step, reply.seq, reply.applied, reply.reason, done), hold
 
     def smooth_values(self, out: NDArray[Any]) -> int | None:
         """Copy the moving average of the values for an evaluator; return its step, or None if none is kept."""
@@ -429,14 +429,15 @@ class ParameterServer:
             self._carry_out(instructions)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        closed: list[tuple[tuple[Contribution, ...], Mapping[int, float]]] = []
         for instruction in instructions:
             match instruction:
-                case CloseRound():
-                    self._update(instruction)
+                case CloseRound(contributions=contributions):
+                    closed.append((contributions, self._update(instruction)))
                 case SkipRound(contributions=contributions):
                     assert self._store is not None
                     self._store.skip()
-                    self._metrics.round_closed(contributions, {}, time.monotonic())
+                    closed.append((contributions, {}))
                 case Reply(session=number) | AskInitial(session=number):
                     session = self._sessions.get(number)
                     if session is not None:
@@ -449,9 +450,15 @@ class ParameterServer:
                         for session in self._sessions.values():
                             session.post(instruction)
                     self._ended.set()
+        for contributions, weights in closed:  # after the replies: nobody waits for bookkeeping
+            self._metrics.round_closed(contributions, weights, time.monotonic())
 
-    def _update(self, closing: CloseRound) -> None:
-        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
+    def _update(self, closing: CloseRound) -> Mapping[int, float]:
+        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated.
+
+        Returns:
+            The weight of each rank that counted.
+        """
         assert self._store is not None
         everyone = closing.contributions
         view = RoundView(
@@ -462,13 +469,14 @@ class ParameterServer:
             norms=tuple(c.gradient_norm for c in everyone),
             losses=tuple(float("nan") if c.loss is None else c.loss for c in everyone),
         )
-        weights = {rank: weight for rank, weight in zip(view.ranks, self._rule(view), strict=True) if weight > 0}
+        shares = self._rule(view).tolist()
+        weights = {rank: share for rank, share in zip(view.ranks, shares, strict=True) if share > 0}
         factors = None
         if self.config.clip_worker_norm is not None:
             norms = [norm for rank, norm in zip(view.ranks, view.norms, strict=True) if rank in weights]
             factors = list(clip_factors(norms, self.config.clip_worker_norm))
         self._store.apply(tuple(weights), tuple(weights.values()), factors, self._schedule(closing.step))
-        self._metrics.round_closed(everyone, weights, time.monotonic())
+        return weights
 
 
 def policy_of(config: ServerConfig) -> RunPolicy:

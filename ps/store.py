@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError, LocalProtocolError
-from protocol.tensors import FLOATING, ITEM_BYTES, Arena, Kind, Layout, Manifest, Run, aligned_empty
+from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, aligned_empty, numpy_dtype
 from ps import kernels
 from ps.optimizers import Optimizer
 from ps.receiver import COMPUTED, PushCheck, Receiver, first_not_finite, plan_blocks
@@ -70,10 +70,28 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class _TrainableRun:
-    """A run with what the optimizer keeps for it: moments [m, n], and the moving average [n], or [0]."""
+class _Place:
+    """Where a kernel finds a run, made once: a round that many wait for should not build views.
+
+    Attributes:
+        run: the run.
+        rows: the slab in the dtype of the run, [slots, payload elements].
+        column: of the slab, where the run begins.
+        values: the run in each of the version buffers, [n] each.
+        pieces: element ranges that threads may share.
+    """
 
     run: Run
+    rows: NDArray[Any]
+    column: int
+    values: tuple[NDArray[Any], ...]
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _TrainableRun(_Place):
+    """A run with what the optimizer keeps for it: moments [m, n], and the moving average [n], or [0]."""
+
     moments: NDArray[Any]
     average: NDArray[Any]
 
@@ -98,9 +116,9 @@ class Store:
         self._blocks = plan_blocks(layout)
         # Uninitialised on purpose: a row that is never received into costs no memory.
         self._slab = aligned_empty(config.slots * layout.payload_bytes).reshape(config.slots, -1)
-        self._rows = {dtype: self._slab.view(dtype) for dtype in COMPUTED}
         self._versions = Versions(layout, config.release_timeout_s)
         self._trainable = tuple(self._trainable_run(run) for run in layout.runs_of(Kind.TRAINABLE))
+        self._state = tuple(self._place(run) for run in layout.runs_of(Kind.STATE))
         self._elements = layout.values_bytes // ITEM_BYTES["float32"]
         self._team = ThreadTeam(config.threads)
         self._updates = 0
@@ -131,12 +149,25 @@ class Store:
                     f"keep the variable in float32 and cast it where it is used"
                 )
 
+    def _place(self, run: Run) -> _Place:
+        dtype = numpy_dtype(run.dtype)
+        return _Place(
+            run=run,
+            rows=self._slab.view(dtype),
+            column=run.start // dtype.itemsize,
+            values=tuple(arena.run_view(run) for arena in self._versions.arenas),
+            pieces=tuple(pieces((run.end - run.start) // dtype.itemsize)),
+        )
+
     def _trainable_run(self, run: Run) -> _TrainableRun:
         size = run.end - run.start
         moments = _zeros(len(self.config.optimizer.moments) * size)
         average = _zeros(size if self.config.ema_decay is not None else 0)
         shape = (len(self.config.optimizer.moments), size // ITEM_BYTES[run.dtype])
-        return _TrainableRun(run, moments.view(run.dtype).reshape(shape), average.view(run.dtype))
+        place = self._place(run)
+        return _TrainableRun(
+            **vars(place), moments=moments.view(run.dtype).reshape(shape), average=average.view(run.dtype)
+        )
 
     # ---- gradients in ----------------------------------------------------------------------------------
 
@@ -239,75 +270,70 @@ class Store:
                 norm = self._aggregate_norm(slots, clipped)
                 scale = min(1.0, self.config.clip_norm / norm) if norm else 1.0
                 clipped = [weight * scale for weight in clipped]
-            calls = self._update_calls(
-                slots, clipped, learning_rate, self._versions.arenas[old], self._versions.arenas[target]
-            )
-            calls += self._state_calls(slots, weights, self._versions.arenas[old], self._versions.arenas[target])
+            calls = self._update_calls(slots, clipped, learning_rate, old, target)
+            calls += self._state_calls(slots, weights, old, target)
             self._team.run(calls, self._elements)
             self._updates += 1
             return self._versions.publish(target, version.step + 1)
 
     def _summands(
-        self, run: Run, slots: Sequence[int], weights: Sequence[float]
+        self, place: _Place, slots: Sequence[int], weights: Sequence[float]
     ) -> tuple[NDArray[Any], int, NDArray[np.int64], NDArray[Any]]:
-        """Return the first four arguments of a kernel over `run`, without what weighs nothing."""
+        """Return the first four arguments of a kernel over a run, without what weighs nothing."""
         counted = [(slot, weight) for slot, weight in zip(slots, weights, strict=True) if weight]
         return (
-            self._rows[run.dtype],
-            run.start // ITEM_BYTES[run.dtype],
+            place.rows,
+            place.column,
             np.array([slot for slot, _ in counted], np.int64),
-            np.array([weight for _, weight in counted], run.dtype),
+            np.array([weight for _, weight in counted], place.run.dtype),
         )
 
     def _aggregate_norm(self, slots: Sequence[int], weights: Sequence[float]) -> float:
         squares: list[list[float]] = []
         calls: list[Callable[[], None]] = []
 
-        def add(place: list[float], *arguments: Any) -> None:
-            place.append(kernels.weighted_sum_of_squares(*arguments))
+        def add(square: list[float], *arguments: Any) -> None:
+            square.append(kernels.weighted_sum_of_squares(*arguments))
 
         for trainable in self._trainable:
-            summands = self._summands(trainable.run, slots, weights)
-            for start, stop in pieces(_elements(trainable.run)):
+            summands = self._summands(trainable, slots, weights)
+            for start, stop in trainable.pieces:
                 squares.append([])
                 calls.append(partial(add, squares[-1], *summands, start, stop))
         self._team.run(calls, self._elements)
-        return math.sqrt(sum(place[0] for place in squares))
+        return math.sqrt(sum(square[0] for square in squares))
 
     def _update_calls(
-        self, slots: Sequence[int], weights: Sequence[float], learning_rate: float, old: Arena, new: Arena
+        self, slots: Sequence[int], weights: Sequence[float], learning_rate: float, old: int, new: int
     ) -> list[Callable[[], None]]:
         optimizer = self.config.optimizer
+        kernel = kernels.UPDATES[optimizer.kernel]
         rate = 0.0 if self.config.ema_decay is None else 1 - self.config.ema_decay
         scalars = (rate, *optimizer.scalars(self._updates + 1, learning_rate))
         calls: list[Callable[[], None]] = []
         for trainable in self._trainable:
-            run = trainable.run
             arguments = (
-                *self._summands(run, slots, weights),
-                old.run_view(run),
-                new.run_view(run),
+                *self._summands(trainable, slots, weights),
+                trainable.values[old],
+                trainable.values[new],
                 trainable.moments,
                 trainable.average,
-                np.array(scalars, run.dtype),
+                np.array(scalars, trainable.run.dtype),
             )
-            kernel = kernels.UPDATES[optimizer.kernel]
-            calls += [partial(kernel, *arguments, start, stop) for start, stop in pieces(_elements(run))]
+            calls += [partial(kernel, *arguments, start, stop) for start, stop in trainable.pieces]
         return calls
 
     def _state_calls(
-        self, slots: Sequence[int], weights: Sequence[float], old: Arena, new: Arena
+        self, slots: Sequence[int], weights: Sequence[float], old: int, new: int
     ) -> list[Callable[[], None]]:
         calls: list[Callable[[], None]] = []
-        for run in self.layout.runs_of(Kind.STATE):
-            if run.dtype in COMPUTED:
-                arguments = (*self._summands(run, slots, weights), old.run_view(run), new.run_view(run))
-                calls += [
-                    partial(kernels.add_weighted, *arguments, start, stop) for start, stop in pieces(_elements(run))
-                ]
+        for place in self._state:
+            if place.run.dtype in COMPUTED:
+                arguments = (*self._summands(place, slots, weights), place.values[old], place.values[new])
+                calls += [partial(kernels.add_weighted, *arguments, start, stop) for start, stop in place.pieces]
             else:
-                source = self._slab[slots[0], run.start : run.end]
-                calls.append(partial(np.copyto, new.buffer[run.start : run.end], source))
+                source = place.rows[slots[0], place.column : place.column + place.values[new].size]
+                calls.append(partial(np.copyto, place.values[new], source))
         return calls
 
     # ---- what evaluation, export and checkpoints read --------------------------------------------------
@@ -358,10 +384,6 @@ class Store:
     def close(self) -> None:
         """End the threads that share updates; the values stay readable."""
         self._team.close()
-
-
-def _elements(run: Run) -> int:
-    return (run.end - run.start) // ITEM_BYTES[run.dtype]
 
 
 def _zeros(size_bytes: int) -> NDArray[np.uint8]:

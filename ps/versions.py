@@ -51,6 +51,7 @@ class Versions:
 
     def __init__(self, layout: Layout, release_timeout_s: float) -> None:
         self.arenas = tuple(_zeroed(layout) for _ in range(VERSIONS))
+        self._buffers = tuple(arena.buffer.data.toreadonly() for arena in self.arenas)
         self._release_timeout_s = release_timeout_s
         self._changed = threading.Condition(threading.Lock())  # guards all below
         self._current: int | None = None
@@ -108,7 +109,7 @@ class Versions:
 
     def publish(self, buffer: int, step: int) -> Version:
         """Make an arena's contents, no longer to be written, the current version."""
-        version = Version(step, self.arenas[buffer].buffer.data.toreadonly())
+        version = Version(step, self._buffers[buffer])
         with self._changed:
             self._versions[buffer] = version
             self._current = buffer

@@ -84,7 +84,7 @@ def test_who_joins_a_finished_run_gets_the_final_values_at_once(processes):
 
 
 def test_the_end_of_the_run_names_who_did_not_say_goodbye(processes):
-    server = serve(processes, workers=2, steps=3, drain_timeout=0.5)
+    server = serve(processes, workers=2, steps=3, drain_timeout=3)
     light(processes, server.address, 0, workers=2)
     one = light(processes, server.address, 1, "--die-after-push", 2, workers=2)
     one.ends()

@@ -109,7 +109,8 @@ def test_a_worker_may_come_before_the_server(processes):
 
 def test_a_terminal_shows_one_live_line(light, tmp_path):
     """It is drawn over and over in place, and left where the run ended."""
-    options = ("--workers", 1, "--steps", 3, "--port", 0, "--port-file", tmp_path / "port", "--run-dir", tmp_path)
+    files = ("--port", 0, "--port-file", tmp_path / "port", "--run-dir", tmp_path)
+    options = ("--workers", 1, "--steps", 3, "--start-timeout", 60, *files)
     command = [sys.executable, "-m", "ps", *map(str, options)]
     ours, theirs = pty.openpty()
     with contextlib.closing(os.fdopen(ours, "rb", buffering=0)) as screen:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from protocol.errors import ConfigurationError, LocalProtocolError, NoProgress
 from protocol.tensors import Arena, Kind, Layout, Manifest, SideSpec, VariableSpec, aligned_empty
 from ps.optimizers import SGD, Adam
+from ps.receiver import RECEIVE_BLOCK_BYTES
 from ps.store import NotFinite, Store, StoreConfig
 
 MIXED = Layout.of(
@@ -30,6 +31,9 @@ MIXED = Layout.of(
 """Every kind of run, gaps after nearly all tensors, an empty tensor, and a side array."""
 
 TRAINABLE = ("dense/kernel", "dense/bias", "precise")
+
+THREE_BLOCKS = RECEIVE_BLOCK_BYTES // 4 * 5 // 2
+"""Elements of float32 that arrive in three blocks, the last of them half full."""
 
 
 def flat_layout(elements, dtype="float32"):
@@ -274,7 +278,7 @@ def test_a_gradient_is_measured_over_the_trainable_variables_as_it_arrives():
 
 
 def test_the_norm_of_a_large_gradient_is_that_of_all_its_blocks():
-    layout = flat_layout(2_500_001)
+    layout = flat_layout(THREE_BLOCKS + 1)
     store = started(layout, random_arrays(layout, 0))
     arrays = random_arrays(layout, 1)
     receiver = store.receiver(0)
@@ -324,20 +328,20 @@ def test_bytes_in_gaps_do_not_matter_and_gaps_of_values_stay_zero(optimizer):
 
 
 def test_a_push_that_broke_off_leaves_nothing_behind_after_a_restart():
-    layout = flat_layout(2_500_000)
+    layout = flat_layout(THREE_BLOCKS)
     store = started(layout, random_arrays(layout, 0))
     receiver = store.receiver(0)
     receiver.buffer[:] = b"\xff" * len(receiver.buffer)
     receiver.received(receiver.block_ends[0])
     receiver.restart()
-    receiver.buffer[:] = packed(layout, {"flat": np.ones(2_500_000, np.float32)}, layout.payload_bytes).data
+    receiver.buffer[:] = packed(layout, {"flat": np.ones(THREE_BLOCKS, np.float32)}, layout.payload_bytes).data
     for end in receiver.block_ends:
         receiver.received(end)
-    assert receiver.finish().gradient_norm == pytest.approx(math.sqrt(2_500_000), rel=1e-15)
+    assert receiver.finish().gradient_norm == pytest.approx(math.sqrt(THREE_BLOCKS), rel=1e-15)
 
 
 def test_blocks_out_of_turn_and_pushes_cut_short_are_our_own_mistake():
-    layout = flat_layout(2_500_000)
+    layout = flat_layout(THREE_BLOCKS)
     receiver = Store(layout, StoreConfig(SGD(), 1)).receiver(0)
     with pytest.raises(LocalProtocolError, match="not where block 0"):
         receiver.received(receiver.block_ends[1])
