@@ -1,9 +1,23 @@
-"""From configuration to the pure parts: optimizer, schedule, store."""
+"""From configuration to the parts that it chooses: optimizer, schedule, store, policy."""
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from protocol.arena import Arena
+from protocol.errors import ConfigurationError, ManifestMismatch
+from protocol.tensors import Layout
 from ps.config import ServerConfig
+from ps.coordinator import RunPolicy
 from ps.optimizers import SGD, Adam, AdamW, Optimizer
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
-from ps.store import StoreConfig
+from ps.store import NotFinite, Store, StoreConfig
+
+logger = logging.getLogger("weighmaster.ps")
+
+MEGABYTE = 1e6
 
 
 def make_optimizer(config: ServerConfig) -> Optimizer:
@@ -37,4 +51,51 @@ def store_config(config: ServerConfig) -> StoreConfig:
         threads=config.threads,
         clip_norm=config.clip_norm,
         ema_decay=config.ema_decay,
+    )
+
+
+def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str, NDArray[Any]] | None) -> Store:
+    """Make the store of a run, with `initial_values` in it if there are any.
+
+    Raises:
+        ConfigurationError: a dtype cannot be computed in, or the memory does not suffice.
+        ManifestMismatch: the initial values are not those of the layout, or not finite.
+    """
+    Store.check_supported(layout.manifest)
+    wanted = store_config(config)
+    needed = Store.memory_bytes(layout, wanted)
+    logger.info(
+        "%d variables of %.1f MB; the server will hold %.1f MB (%d gradients, 3 versions, moments)",
+        len(layout.slots),
+        layout.values_bytes / MEGABYTE,
+        needed / MEGABYTE,
+        wanted.slots,
+    )
+    if needed > config.max_memory:
+        raise ConfigurationError(
+            f"the model needs {needed / MEGABYTE:.0f} MB on the server, above --max-memory "
+            f"{config.max_memory / MEGABYTE:.0f} MB: allow more, or use fewer workers"
+        )
+    store = Store(layout, wanted)
+    if initial_values is not None:
+        try:
+            arena = Arena.zeros(layout)
+            arena.fill(initial_values)
+            store.initialise(arena.buffer)
+        except (ManifestMismatch, NotFinite) as error:
+            store.close()
+            raise ManifestMismatch(f"--init {config.init} does not fit the workers' model: {error}") from error
+    return store
+
+
+def policy_of(config: ServerConfig) -> RunPolicy:
+    """Return what the coordinator needs to know."""
+    return RunPolicy(
+        config.workers,
+        config.steps,
+        config.start_timeout,
+        config.round_timeout,
+        config.rejoin_timeout,
+        config.drain_timeout,
+        config.evaluators,
     )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ps.coordinator import Contribution, Coordinator
+from ps.coordinator import Coordinator
+from ps.instructions import Contribution
 
 WEIGHT_ROUNDS = 20
 """The summary's weight of a worker is its mean over so many last rounds; a round without it counts 0."""

@@ -21,25 +21,23 @@ from protocol.errors import (
     WeighmasterError,
 )
 from protocol.messages import Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
-from protocol.tensors import Arena, Layout, Manifest
+from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
 from protocol.transport import Address, Listener
 from ps.aggregation import Mean, MeanOver, RoundView, clip_factors
-from ps.build import make_schedule, store_config
+from ps.build import make_schedule, make_store, policy_of
 from ps.config import ServerConfig
 from ps.console import Console
-from ps.coordinator import (
+from ps.coordinator import Coordinator, Phase
+from ps.instructions import (
     Announce,
     AskInitial,
     CloseRound,
     Contribution,
-    Coordinator,
     Drop,
     Finish,
     Instruction,
-    Phase,
     Reply,
-    RunPolicy,
     SkipRound,
     Take,
 )
@@ -61,8 +59,6 @@ FAREWELL_S = 2.0
 
 MAX_UNPROVEN = 32
 """Connections that have not proved themselves; more wait in the accept queue."""
-
-MEGABYTE = 1e6
 
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
@@ -282,34 +278,13 @@ class ParameterServer:
                 f"{self.config.max_model_bytes} of the server",
             )
         try:
-            Store.check_supported(manifest)
-            config = store_config(self.config)
-            needed = Store.memory_bytes(layout, config)
-            logger.info(
-                "%d variables of %.1f MB; the server will hold %.1f MB (%d gradients, 3 versions, moments)",
-                len(manifest.variables),
-                layout.values_bytes / MEGABYTE,
-                needed / MEGABYTE,
-                config.slots,
-            )
-            if needed > self.config.max_memory:
-                raise ConfigurationError(
-                    f"the model needs {needed / MEGABYTE:.0f} MB on the server, above --max-memory "
-                    f"{self.config.max_memory / MEGABYTE:.0f} MB: allow more, or use fewer workers"
-                )
-            store = Store(layout, config)
-            if self._initial_values is not None:
-                arena = Arena.zeros(layout)
-                arena.fill(self._initial_values)
-                store.initialise(arena.buffer)
-        except (ManifestMismatch, NotFinite) as error:
-            reason = f"--init {self.config.init} does not fit the workers' model: {error}"
-            self.stop(Status.FAILED, reason)
-            raise Refused(RefusalCode.MANIFEST, reason) from error
+            return make_store(self.config, layout, self._initial_values)
+        except ManifestMismatch as error:
+            self.stop(Status.FAILED, str(error))
+            raise Refused(RefusalCode.MANIFEST, str(error)) from error
         except ConfigurationError as error:
             self.stop(Status.FAILED, str(error))
             raise Refused(RefusalCode.TOO_LARGE, str(error)) from error
-        return store
 
     def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Welcome | None:
         """Welcome a session under an identity; None if the identity was taken meanwhile."""
@@ -477,16 +452,3 @@ class ParameterServer:
             factors = list(clip_factors(norms, self.config.clip_worker_norm))
         self._store.apply(tuple(weights), tuple(weights.values()), factors, self._schedule(closing.step))
         return weights
-
-
-def policy_of(config: ServerConfig) -> RunPolicy:
-    """Return what the coordinator needs to know."""
-    return RunPolicy(
-        config.workers,
-        config.steps,
-        config.start_timeout,
-        config.round_timeout,
-        config.rejoin_timeout,
-        config.drain_timeout,
-        config.evaluators,
-    )

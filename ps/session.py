@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from protocol.arena import aligned_empty
 from protocol.errors import NetworkError, PeerSilent, Refused, RemoteProtocolError, VersionMismatch
 from protocol.link import HANDSHAKE_S, Link, expect
 from protocol.messages import (
@@ -35,10 +36,9 @@ from protocol.messages import (
     Values,
 )
 from protocol.proof import NO_PROOF, prove, proves
-from protocol.tensors import aligned_empty
 from protocol.tokens import Grant, candidates
 from protocol.transport import Channel, Deadline, Wake
-from ps import coordinator as decided
+from ps import instructions as decided
 from ps.members import Contested, Denied, Granted, Identity
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.arena import aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
-from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, aligned_empty, numpy_dtype
+from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, numpy_dtype
 from ps import kernels
 from ps.optimizers import Optimizer
 from ps.receiver import COMPUTED, PushCheck, Receiver, first_not_finite, plan_blocks

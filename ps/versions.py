@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from protocol.arena import Arena, aligned_empty
 from protocol.errors import LocalProtocolError, NoProgress
-from protocol.tensors import Arena, Layout, aligned_empty
+from protocol.tensors import Layout
 
 VERSIONS = 3
 """Buffers of values: the current one, one to write, and one for those who are still sending an older version."""

@@ -17,49 +17,38 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.arena import Arena, aligned_empty, check_array
 from protocol.connection import State
 from protocol.errors import (
-    ConfigurationError,
-    Diverged,
     LocalProtocolError,
     ManifestMismatch,
     NetworkError,
-    NoProgress,
     PeerLost,
-    Refused,
-    RemoteProtocolError,
-    VersionMismatch,
     WeighmasterError,
 )
-from protocol.link import HANDSHAKE_S, Link, expect
+from protocol.link import HANDSHAKE_S, Link
 from protocol.messages import (
     AUTO_RANK,
+    NONCE_BYTES,
     AskInitial,
     Bye,
-    Challenge,
-    Ended,
     Heartbeat,
     Hello,
     Initial,
-    Message,
     Offer,
-    Proof,
     Pull,
     Push,
-    Refusal,
-    RefusalCode,
     Report,
     Role,
-    ServerProof,
     Side,
-    Status,
     Values,
     Welcome,
 )
-from protocol.proof import NO_PROOF, check_token, prove, proves
-from protocol.tensors import Arena, Layout, Manifest, SideSpec, VariableSpec, aligned_empty, check_array
+from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
 from protocol.transport import Address, Deadline
 from protocol.transport import connect as open_channel
+from worker.config import parse_address
+from worker.handshake import hear, shake_hands
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -271,12 +260,12 @@ class Server:
         except NetworkError:
             connection = link.connection
             while connection.state is State.OPEN and not connection.payload_bytes and link.wait(0):
-                self._receive(link, Deadline(LAST_WORDS_S))
+                hear(link, Deadline(LAST_WORDS_S))
             raise
 
     def _answer(self, link: Link, seq: int) -> Update:
         while True:
-            message = self._receive(link)
+            message = hear(link)
             match message:
                 case Values(seq=answered):
                     arena = self._arenas[0]
@@ -297,24 +286,6 @@ class Server:
         self._epoch, self._step = values.epoch, values.step
         self._arenas.reverse()
         return Update(values.step, arena, values.applied, values.reason, restarted, values.done)
-
-    def _receive(self, link: Link, deadline: Deadline | None = None) -> Message:
-        try:
-            message = link.receive(deadline)
-        except VersionMismatch as error:
-            raise VersionMismatch(
-                f"the server at {link.peer} is of another version: {error}; install the same one on both sides"
-            ) from error
-        except RemoteProtocolError as error:
-            raise RemoteProtocolError(
-                f"what answers at {link.peer} is no server that can be understood: {error}; check the address"
-            ) from error
-        match message:
-            case Refusal(code, reason):
-                raise Refused(code, f"the server at {link.peer} refused: {reason}")
-            case Ended(status, reason):
-                raise _end_of_run(status, f"the server at {link.peer} ended the run: {reason}")
-        return message
 
     def _send_initial(self, link: Link) -> None:
         arena = Arena.zeros(self.layout)
@@ -377,49 +348,15 @@ class Server:
         config = self._config
         channel = open_channel(config.address, min(deadline.left_s, HANDSHAKE_S), config.congestion_control)
         link = Link(channel, Side.WORKER)
+        hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
+        offer = Offer(config.manifest.to_wire(), config.threads, config.seed)
         try:
-            hello = Hello(
-                self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(32), ("raw",)
-            )
-            link.send(hello)
-            challenge = expect(self._receive(link), Challenge)
-            self._prove(link, hello, challenge)
-            link.send(Offer(config.manifest.to_wire(), config.threads, config.seed))
-            message = self._receive(link)
-            while isinstance(message, Heartbeat):
-                config.on_waiting(message.waiting)
-                message = self._receive(link)
-            self._agree(link, expect(message, Welcome))
+            self._agree(link, shake_hands(link, hello, offer, config.token, config.on_waiting))
             return link
         except BaseException:
             link.abort()
             link.close()
             raise
-
-    def _prove(self, link: Link, hello: Hello, challenge: Challenge) -> None:
-        token = self._config.token
-        if challenge.token_required and token is None:
-            raise Refused(
-                RefusalCode.TOKEN_REQUIRED,
-                f"the server at {link.peer} asks for a token: give --token-file with this worker's line",
-            )
-        if not challenge.token_required:
-            if token is not None:
-                raise Refused(
-                    RefusalCode.PROOF,
-                    f"the server at {link.peer} asks for no token, so it cannot prove that it is the right one: "
-                    "give the server a --token-file, or leave it out here",
-                )
-            link.send(Proof(NO_PROOF))
-            expect(self._receive(link), ServerProof)
-            return
-        assert token is not None
-        secret = check_token(token, "the token of this worker")
-        hellos = link.connection.hellos_digest
-        link.send(Proof(prove(secret, Side.WORKER, hello.nonce, challenge.nonce, hellos)))
-        answer = expect(self._receive(link), ServerProof)
-        if not proves(answer.mac, prove(secret, Side.SERVER, hello.nonce, challenge.nonce, hellos)):
-            raise Refused(RefusalCode.PROOF, f"the server at {link.peer} does not hold this worker's token")
 
     def _agree(self, link: Link, welcome: Welcome) -> None:
         manifest = Manifest.from_wire(welcome.manifest)
@@ -448,32 +385,6 @@ class Server:
                     link.send_if_quiet(Heartbeat(), self.welcome.heartbeat_interval)
                 except WeighmasterError:
                     continue  # the thread that asks will find the connection broken and mend it
-
-
-def _end_of_run(status: Status, text: str) -> WeighmasterError:
-    match status:
-        case Status.DIVERGED:
-            return Diverged(text)
-        case Status.LOST | Status.NO_PROGRESS:
-            return NoProgress(text)
-        case _:
-            return PeerLost(text)
-
-
-def parse_address(text: str) -> Address:
-    """Read `host:port`, with an IPv6 address in brackets.
-
-    Raises:
-        ConfigurationError: it is not one.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"{text!r} is not an address; write HOST:PORT, for instance 127.0.0.1:5014")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ConfigurationError(f"{text!r}: write an IPv6 address in brackets, for instance [::1]:5014")
-    return Address(host, int(port))
 
 
 def connect(

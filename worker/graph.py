@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from protocol.arena import Arena
 from protocol.errors import ConfigurationError, LocalProtocolError
-from protocol.tensors import Arena, Layout, Manifest
+from protocol.tensors import Layout, Manifest
 from worker.binding import BuildFunction, BuiltGraph, InputSpec, build_graph
 from worker.feeding import ArenaSource, EachItsOwn, Outputs
 from worker.proof import Analysis, analyse, ancestors, prove_evaluation

@@ -4,7 +4,8 @@ import itertools
 from dataclasses import replace
 
 from protocol.messages import Push, Role
-from ps.coordinator import Announce, Coordinator, Drop, Finish, Phase, Reply, RunPolicy, Take
+from ps.coordinator import Coordinator, Phase, RunPolicy
+from ps.instructions import Announce, Drop, Finish, Reply, Take
 from ps.members import Granted, Identity
 
 EPOCH = 77

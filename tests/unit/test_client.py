@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from protocol.arena import Arena
 from protocol.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -40,7 +41,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.proof import NO_PROOF, prove
-from protocol.tensors import Arena, Layout, Manifest
+from protocol.tensors import Layout, Manifest
 from protocol.transport import Address, Deadline, Listener, Patience
 from worker.client import connect, parse_address
 

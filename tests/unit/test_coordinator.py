@@ -8,19 +8,8 @@ import pytest
 
 from protocol.messages import Push, Role, Status
 from ps import coordinator, members
-from ps.coordinator import (
-    MAX_VOID_ROUNDS,
-    Announce,
-    AskInitial,
-    CloseRound,
-    Drop,
-    Finish,
-    Phase,
-    Reply,
-    SkipRound,
-    Take,
-    may_close,
-)
+from ps.coordinator import MAX_VOID_ROUNDS, Phase, may_close
+from ps.instructions import Announce, AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
 from tests.unit.course import EPOCH, NAN, POLICY, Client, Run, replies, running, texts
 
 # ---- the start -----------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.messages import Role
-from ps.coordinator import AskInitial, CloseRound, Finish, Phase, Reply, SkipRound, Take
+from ps.coordinator import Phase
+from ps.instructions import AskInitial, CloseRound, Finish, Reply, SkipRound, Take
 from tests.unit.course import EPOCH, NAN, Client, Run
 
 RANKS = st.integers(0, 2)

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from protocol.arena import Arena
 from protocol.codec import decode_header, encode_header
 from protocol.connection import State
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MESSAGES, Kind, Message, RefusalCode, Role, Side, Status
-from protocol.tensors import Arena, Layout, Manifest
+from protocol.tensors import Layout, Manifest
 from tests.unit.exchange import LAYOUT, MANIFEST, SAMPLES, ConnectionPair, frame_of, other, payload_bytes
 
 PROFILE = (

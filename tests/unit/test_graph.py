@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from protocol.arena import Arena
 from protocol.errors import ConfigurationError, LocalProtocolError
-from protocol.tensors import Arena, Kind, Layout, SideSpec
+from protocol.tensors import Kind, Layout, SideSpec
 from worker import Model, binding
 from worker.graph import Evaluator, InputSpec, Trainer, describe, draw_key
 from worker.models import MODELS, draw_seed
@@ -619,7 +620,8 @@ LEGACY = """
 import sys
 import numpy as np
 import tensorflow as tf
-from protocol.tensors import Arena, Kind, Layout
+from protocol.arena import Arena
+from protocol.tensors import Kind, Layout
 from worker import Model
 from worker.graph import InputSpec, Trainer, describe
 

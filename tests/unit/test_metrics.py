@@ -6,7 +6,8 @@ import math
 import pytest
 
 from protocol.messages import Push, Role, Status
-from ps.coordinator import Contribution, Coordinator, RunPolicy
+from ps.coordinator import Coordinator, RunPolicy
+from ps.instructions import Contribution
 from ps.members import Granted, Identity
 from ps.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
 

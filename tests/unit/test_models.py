@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from protocol.arena import Arena
 from protocol.errors import ConfigurationError
-from protocol.tensors import Arena, Layout
+from protocol.tensors import Layout
 from worker import Model
 from worker.graph import Evaluator, InputSpec, Trainer, describe, draw_key
 from worker.models import CROP, MODELS, _central_crop, _distorted, load_build

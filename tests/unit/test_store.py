@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.arena import Arena, aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError, NoProgress
-from protocol.tensors import Arena, Kind, Layout, Manifest, SideSpec, VariableSpec, aligned_empty
+from protocol.tensors import Kind, Layout, Manifest, SideSpec, VariableSpec
 from ps.optimizers import SGD, Adam
 from ps.receiver import RECEIVE_BLOCK_BYTES
 from ps.store import NotFinite, Store, StoreConfig

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.arena import HUGE_PAGE_BYTES, Arena, aligned_empty, check_array
 from protocol.errors import LocalProtocolError, ManifestMismatch, RemoteProtocolError
 from protocol.tensors import (
     ALIGNMENT,
     FLOATING,
-    HUGE_PAGE_BYTES,
     ITEM_BYTES,
     MAX_DIMENSIONS,
     MAX_NAME_BYTES,
@@ -24,14 +24,11 @@ from protocol.tensors import (
     MAX_VARIABLES,
     SHARED,
     SMALL_BYTES,
-    Arena,
     Kind,
     Layout,
     Manifest,
     SideSpec,
     VariableSpec,
-    aligned_empty,
-    check_array,
     numpy_dtype,
 )
 

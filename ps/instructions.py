@@ -1,0 +1,86 @@
+"""What the coordinator tells the server to do, in words of a run; carried out in order by `ps.server`."""
+
+from dataclasses import dataclass
+
+from protocol.messages import Status
+from ps.members import SessionId
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One rank's push in a round; `refused` says why it counts with weight 0, or is empty."""
+
+    rank: int
+    session: SessionId
+    seq: int
+    loss: float | None
+    accuracy: float | None
+    examples: int
+    gradient_norm: float
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class AskInitial:
+    """Ask this connection for the initial values."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True)
+class CloseRound:
+    """Turn the contributions (rank order, refused ones included) into one and make values(step + 1)."""
+
+    step: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True)
+class SkipRound:
+    """The round is void: values stay, step + 1."""
+
+    step: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Send the current values; `seq` names the push that this answers, 0 a pull."""
+
+    session: SessionId
+    seq: int
+    applied: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell the operator."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run has ended; tell every connection that still is there, write what is to be written, exit."""
+
+    status: Status
+    reason: str
+
+
+Instruction = AskInitial | CloseRound | SkipRound | Reply | Announce | Finish
+
+
+@dataclass(frozen=True)
+class Take:
+    """Receive the push's payload into the slot of this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Read the payload and forget it, then do `then`."""
+
+    then: tuple[Instruction, ...]
