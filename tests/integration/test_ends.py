@@ -14,6 +14,9 @@ import pytest
 
 from tests.integration.processes import ROOT
 
+pytestmark = pytest.mark.timeout(180)
+"""Some tests start TensorFlow twice, which takes a minute on a machine that is busy."""
+
 AT_ONCE_S = 20.0
 """A signal ends a process within 5 s; a busy machine is given more. The measured time is in the report."""
 
