@@ -8,7 +8,7 @@ from typing import TypeVar
 from protocol.connection import Connection
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import Message, Side
-from protocol.transport import Channel, Deadline, Patience, Wake
+from protocol.transport import GRACE_S, Channel, Deadline, Patience, Wake
 
 RECEIVE_BLOCK = 1 << 22
 """Payloads are received in blocks of this size: asked for all at once, the kernel takes twice as long."""
@@ -85,16 +85,17 @@ class Link:
             NetworkError: the peer closed, fell silent or is too slow.
             RemoteProtocolError: it said what it may not say here.
         """
-        patience = Patience(0, self.silence_s, None if deadline is None else deadline.left_s)
+        # The peer may be silent before a frame, and then has its time for the prefix.
+        patience = Patience(0, self.silence_s, self.silence_s + GRACE_S if deadline is None else deadline.left_s)
         while True:
             piece = bytearray(self.connection.needed)
-            if deadline is None:  # a header with a manifest may take as long as its size allows
-                patience = Patience(len(piece), self.silence_s)
             self.channel.receive_into(memoryview(piece), patience)
             self.heard_at = time.monotonic()
             message = self.connection.feed(bytes(piece))
             if message is not None:
                 return message
+            if deadline is None:  # a header with a manifest may take as long as its size allows
+                patience = Patience(self.connection.needed, self.silence_s)
 
     def receive_payload(
         self, view: memoryview, block_ends: Sequence[int] = (), received: Callable[[int], None] | None = None

@@ -47,13 +47,10 @@ class RefusalCode(StrEnum):
     RANK_TAKEN = "rank_taken"
     RANK_RANGE = "rank_range"
     FULL = "full"
-    ROLE = "role"
     CODEC = "codec"
     SEED = "seed"
     MANIFEST = "manifest"
     TOO_LARGE = "too_large"
-    CUT_OFF = "cut_off"
-    PROTOCOL = "protocol"
 
 
 class Status(StrEnum):

@@ -114,14 +114,24 @@ def read_secret(path: Path) -> str:
 
 
 def append_grant(path: Path, grant: Grant) -> None:
-    """Add a line to a token file, which is made with mode 0600 when it is not there; links are not followed."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    """Add a line to a token file, which is made with mode 0600 when it is not there; links are not followed.
+
+    Raises:
+        ConfigurationError: it cannot be written, or others may read it.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         raise ConfigurationError(f"the token file {path} cannot be written: {error.strerror}") from error
-    with os.fdopen(descriptor, "a", encoding="ascii") as file:
-        file.write(grant.line() + "\n")
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigurationError(f"the token file {path} cannot be written: it is not a plain file")
+        if status.st_mode & 0o077:
+            raise ConfigurationError(f"the token file {path} can be read by others: `chmod 600 {path}` first")
+        ends_whole = not status.st_size or os.pread(descriptor, 1, status.st_size - 1) == b"\n"
+        file.write(f"{'' if ends_whole else chr(10)}{grant.line()}\n".encode())
 
 
 def candidates(grants: Sequence[Grant], name: str, role: Role, rank: int) -> list[Grant]:

@@ -5,6 +5,7 @@ A data socket blocks, with `SO_RCVTIMEO` and `SO_SNDTIMEO` of one second (a sock
 """
 
 import contextlib
+import errno
 import ipaddress
 import select
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent
+from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent, WeighmasterError
 
 TICK_S = 1.0
 """How long a blocking call may last before its patience is asked."""
@@ -298,8 +299,13 @@ def connect(address: Address, timeout_s: float, congestion_control: str = "auto"
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise NetworkError(f"nobody answers at {address} ({reason})") from error
     try:
+        if sock.getsockname() == sock.getpeername():  # the kernel may lend us the very port that nobody listens on
+            raise NetworkError(f"nobody answers at {address} (the connection led back to this process)")
         return PlainChannel(sock, str(address), congestion_control)
-    except (OSError, ConfigurationError):
+    except OSError as error:
+        sock.close()
+        raise NetworkError(f"the connection to {address} broke at once ({error.strerror or error})") from error
+    except WeighmasterError:
         sock.close()
         raise
 
@@ -321,16 +327,19 @@ class Listener:
             self._socket = socket.socket(family, kind, proto)
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigurationError(f"cannot listen on {address}: {reason}") from error
+            raise ConfigurationError(
+                f"cannot listen on {address}: {reason}; give an address of this machine as --host"
+            ) from error
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(target)
             self._socket.listen(BACKLOG)
         except OSError as error:
             self._socket.close()
-            raise ConfigurationError(
-                f"cannot listen on {address}: {error.strerror or error}; choose another --port (0 takes any)"
-            ) from error
+            cure = "choose another --port (0 takes any)"
+            if error.errno == errno.EADDRNOTAVAIL:
+                cure = "give an address of this machine as --host"
+            raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}; {cure}") from error
         self._socket.setblocking(False)
         self.address = Address(*self._socket.getsockname()[:2])
 

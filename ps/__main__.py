@@ -1,5 +1,6 @@
 """`python -m ps`: read the options, serve one run, leave its results behind."""
 
+import contextlib
 import logging
 import secrets
 import signal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.errors import ExitCode, Interrupted
 from protocol.messages import Role, Status
 from protocol.tokens import Grant, append_grant, new_token, read_grants
+from protocol.transport import is_loopback
 from ps.command_line import PROGRAM, TokenRequest, build_command, execute
 from ps.config import ServerConfig
 from ps.console import Console
@@ -61,20 +63,19 @@ def serve(config: ServerConfig) -> int:
         server = ParameterServer(config, console, secrets.randbits(63), grants, initial_values)
         listener = server.listen()
         outcome.make_run_directory(config.run_dir)
+        if config.summary is None:
+            outcome.check_writable("--run-dir", config.run_dir / "summary.json")
         kernels.warm_up(make_optimizer(config).kernel)
         if config.port_file is not None:
             outcome.write_port_file(config.port_file, listener.address.port)
-        logger.info("listening on %s, waiting for %d workers", listener.address, config.workers)
-        if not config.token_file:
-            _warn_of_no_tokens(config)
+        logger.info("listening on %s, workers to come: %d", listener.address, config.workers)
+        _warn_of_exposure(config)
         signal.signal(signal.SIGTERM, _interrupting(server))
         signal.signal(signal.SIGINT, _interrupting(server))
         finish = server.run(listener)
         console.close()
         summary = server.summary(finish)
         summary_path = config.summary or config.run_dir / "summary.json"
-        if finish.status is not Status.DONE:
-            print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}", file=sys.stderr)
         try:  # that one result cannot be written must not cost the other
             values = server.final_values()
             if finish.status is Status.DONE and config.export is not None and values is not None:
@@ -84,6 +85,9 @@ def serve(config: ServerConfig) -> int:
             outcome.write_summary(summary_path, summary)
         if finish.status is Status.DONE:
             logger.info("%s; summary in %s", _in_short(summary), summary_path)
+        else:
+            with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
+                print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}", file=sys.stderr)
         return server.exit_code(finish)
     finally:
         console.close()
@@ -106,9 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return execute(build_command(serve, make_token), arguments)
 
 
-def _warn_of_no_tokens(config: ServerConfig) -> None:
+def _warn_of_exposure(config: ServerConfig) -> None:
     if config.insecure:
         logger.warning("WARNING: --insecure admits anyone who can reach this port")
+    if not is_loopback(config.host):
+        logger.warning("WARNING: the traffic is neither secret nor tamper-proof; use a network that you trust")
 
 
 def _in_short(summary: Mapping[str, Any]) -> str:

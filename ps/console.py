@@ -132,12 +132,17 @@ class Console:
             return
         try:
             if self._line is None:
-                self._stream.write(f"{line}\n")
+                self._stream.write(f"{self._encodable(line)}\n")
                 self._stream.flush()
             else:
-                _Line.write(line, file=self._stream)
+                _Line.write(self._encodable(line), file=self._stream)
         except OSError:
             self._break()
+
+    def _encodable(self, line: str) -> str:
+        """Escape what the stream's encoding does not have: a peer's name must not end the run."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return line.encode(encoding, "backslashreplace").decode(encoding)
 
     def _break(self) -> None:
         self._broken = True

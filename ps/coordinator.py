@@ -188,7 +188,7 @@ class Coordinator:
     # ---- events: the start -----------------------------------------------------------------------------
 
     def _start(self, now: float) -> list[Instruction]:
-        told: list[Instruction] = [Announce(f"all {self.policy.workers} workers are there")]
+        told: list[Instruction] = [Announce(f"all workers are there: {self.policy.workers}")]
         if self.has_values:
             return told + self._run(now)
         self._enter(Phase.INITIALISING, now)

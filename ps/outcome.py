@@ -40,6 +40,7 @@ def check_writable(option: str, path: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all: beside it, synced, then renamed into place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)  # left by one of the same number that was killed, as in a container's restart
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:

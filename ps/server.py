@@ -23,7 +23,7 @@ from protocol.errors import (
 from protocol.messages import Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
 from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
-from protocol.transport import Address, Listener
+from protocol.transport import Address, Channel, Listener
 from ps.aggregation import Mean, MeanOver, RoundView, clip_factors
 from ps.build import make_schedule, make_store, policy_of
 from ps.config import ServerConfig
@@ -108,7 +108,7 @@ class ParameterServer:
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
-        self._waiting_since: float | None = None
+        self._waits_at: tuple[Phase, int] | None = None
         self._waiting_said_at = 0.0
 
     # ---- the course of a run ---------------------------------------------------------------------------
@@ -136,7 +136,15 @@ class ParameterServer:
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
         assert self._finish is not None
-        return self._finish
+        return self._checked(self._finish)
+
+    def _checked(self, finish: Finish) -> Finish:
+        """Return how the run ended: as diverged if values overflowed so late that no push told of it."""
+        bad = self._store.first_not_finite() if finish.status is Status.DONE and self._store is not None else None
+        if bad is None:
+            return finish
+        why = f"the final values of {bad!r} are not finite; try a lower --learning-rate, or --clip-norm"
+        return Finish(Status.DIVERGED, why)
 
     def interrupt(self, signal_name: str) -> None:
         """Ask the run to end at its next tick; safe from a signal handler."""
@@ -160,7 +168,9 @@ class ParameterServer:
 
     def exit_code(self, finish: Finish) -> ExitCode:
         """Return the code with which the process ends."""
-        return Interrupted(self._signal).exit_code if self._signal else EXIT_CODES[finish.status]
+        if self._signal and finish.status is Status.INTERRUPTED:
+            return Interrupted(self._signal).exit_code
+        return EXIT_CODES[finish.status]  # a signal that came after the end changes nothing of it
 
     def summary(self, finish: Finish) -> dict[str, Any]:
         """Return what became of the run, ready for JSON."""
@@ -184,10 +194,24 @@ class ParameterServer:
                 self._unproven.release()
                 continue
             number += 1
-            session = Session(number, channel, self)
-            with self._lock:
-                self._sessions[number] = session
-            session.start()
+            try:
+                self._start_session(number, channel)
+            except (OSError, RuntimeError) as error:  # descriptors or threads are short: others may end
+                logger.warning(
+                    "%s was turned away: the server cannot take more connections: %s", channel.peer, error
+                )
+                channel.close()
+                self._unproven.release()
+
+    def _start_session(self, number: int, channel: Channel) -> None:
+        session = Session(number, channel, self)
+        with self._lock:
+            self._sessions[number] = session
+            try:
+                session.start()
+            except RuntimeError:
+                del self._sessions[number]
+                raise
 
     def _dismiss(self) -> None:
         deadline = time.monotonic() + FAREWELL_S
@@ -215,10 +239,11 @@ class ParameterServer:
     def _say_whom_we_wait_for(self, now: float) -> None:
         waiting = self._coordinator.waiting_for(now)
         if not waiting:
-            self._waiting_since = None
+            self._waits_at = None
             return
-        if self._waiting_since is None:
-            self._waiting_since = self._waiting_said_at = now
+        at = (self._coordinator.phase, self._coordinator.step)
+        if at != self._waits_at:  # each round waits for somebody at some time; what counts is one that stays open
+            self._waits_at, self._waiting_said_at = at, now
         if now - self._waiting_said_at >= WAITING_S:
             self._waiting_said_at = now
             logger.info("%s", waiting)
@@ -270,6 +295,8 @@ class ParameterServer:
         return self._store.layout
 
     def _make_store(self, manifest: Manifest) -> Store:
+        if not manifest.variables:
+            raise Refused(RefusalCode.MANIFEST, "the worker has no variables, so there is nothing to train")
         layout = Layout.of(manifest)
         if layout.payload_bytes > self.config.max_model_bytes:
             raise Refused(
@@ -377,16 +404,16 @@ class ParameterServer:
         """Pin the current values for a reply; whoever sends them releases the hold."""
         assert self._store is not None
         hold = self._store.hold(session.link.abort)
-        done = hold.version.step >= self.config.steps
-        return Values(self.epoch, hold.version.step, reply.seq, reply.applied, reply.reason, done), hold
+        return self._values(hold.version.step, reply), hold
 
-    def smooth_values(self, out: NDArray[Any]) -> int | None:
-        """Copy the moving average of the values for an evaluator; return its step, or None if none is kept."""
-        with self._lock:
-            if self._store is None or self.config.ema_decay is None:
-                return None
-            self._store.evaluation_values(out)
-            return self._store.current.step
+    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
+        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply."""
+        assert self._store is not None
+        return self._values(self._store.evaluation_values(out).step, reply)
+
+    def _values(self, step: int, reply: Reply) -> Values:
+        done = step >= self.config.steps
+        return Values(self.epoch, step, reply.seq, reply.applied, reply.reason, done)
 
     def broke(self, error: BaseException) -> None:
         """A thread met a fault of the server itself: end the run rather than go on in doubt."""

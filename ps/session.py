@@ -33,7 +33,6 @@ from protocol.messages import (
     Role,
     ServerProof,
     Side,
-    Values,
 )
 from protocol.proof import NO_PROOF, prove, proves
 from protocol.tokens import Grant, candidates
@@ -51,6 +50,9 @@ TICK_S = 1.0
 
 HOLD_SLACK = 1.5
 """A newcomer is held for this many heartbeat intervals: a live holder beats within 1.1 of them, give or take."""
+
+CUT_S = 30.0
+"""Longest wait for the end of a connection that was cut: its thread may be within an update."""
 
 REFUSAL_BYTES = 64
 """At least what the header of a refusal has beside the reason."""
@@ -120,7 +122,10 @@ class Session(threading.Thread):
             if not self._proven:
                 self._server.proven()
             self.ended.set()
-            self._server.left(self, reason, on_purpose)
+            try:  # leaving may close a round
+                self._server.left(self, reason, on_purpose)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._server.broke(error)
             self.link.close(linger_s)
             self._wake.close()
 
@@ -143,6 +148,9 @@ class Session(threading.Thread):
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
         if who.role is Role.EVALUATOR and not self._wait_for_variables():
             return  # the run has ended: serving begins with saying so
+        claim = self._server.claim(who)
+        if isinstance(claim, Denied):  # before its offer is looked at: who is turned away defines no variables
+            raise Refused(claim.code, claim.reason)
         layout = self._server.agree(offer)
         self._take_identity(who, offer)
         self.link.connection.agree(layout)
@@ -185,14 +193,19 @@ class Session(threading.Thread):
         held = False
         while True:
             claim = self._server.claim(who)
+            if self._outbox:  # asked after the claim, which waits for whoever is just posting the end of the run
+                return  # serving begins with saying so
             if isinstance(claim, Denied):
                 raise Refused(claim.code, claim.reason)
             if isinstance(claim, Contested):
                 if held:
-                    raise Refused(
-                        RefusalCode.RANK_TAKEN,
-                        f"{claim.label} is alive and holds this rank; give another --rank, or --rank auto",
+                    # Whoever asked for no rank was led here by the name.
+                    cure = (
+                        "name; give another --name"
+                        if who.rank == AUTO_RANK
+                        else "rank; give another --rank, or --rank auto"
                     )
+                    raise Refused(RefusalCode.RANK_TAKEN, f"{claim.label} is alive and holds this {cure}")
                 held = self._wait_for_holder(claim)
             elif claim.replaces is not None:
                 self._cut(claim.replaces)
@@ -202,6 +215,7 @@ class Session(threading.Thread):
     def _join(self, who: Identity, granted: Granted, offer: Offer) -> bool:
         # The welcome must be the first frame: replies that joining sets off wait in the outbox.
         self.joined = True
+        self.link.heard_at = time.monotonic()  # a client beats from its welcome on, however long it was held
         welcome = self._server.join(self, who, granted, offer)
         if welcome is None:
             self.joined = False
@@ -216,7 +230,7 @@ class Session(threading.Thread):
             return False
         began = time.monotonic()
         interval = self._server.config.heartbeat_interval
-        while not holder.ended.wait(self._tick_s):
+        while not holder.ended.wait(self._tick_s) and not self._outbox:
             if time.monotonic() - began >= HOLD_SLACK * interval:
                 if holder.link.heard_at > began:
                     return True
@@ -231,8 +245,9 @@ class Session(threading.Thread):
         other = self._server.session(number)
         if other is not None and other is not self:
             other.link.abort()
-            other.ended.wait()
-            other.join()
+            other.join(CUT_S)
+            if other.is_alive():
+                raise NetworkError(f"the earlier connection from {other.link.peer} does not end; try again")
 
     # ---- the run ---------------------------------------------------------------------------------------
 
@@ -300,20 +315,14 @@ class Session(threading.Thread):
         return True
 
     def _send_values(self, reply: decided.Reply) -> None:
+        if self._role is Role.EVALUATOR and self._server.config.ema_decay is not None:
+            # A copy, and nothing held: an update that waits for holds would wait for this thread, and it for that.
+            smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
+            self.link.send(self._server.smooth_values(reply, smooth), [smooth.data])
+            return
         values, hold = self._server.hold_values(self, reply)
-        with hold:
-            payload = hold.version.buffer
-            if self._role is Role.EVALUATOR:
-                smooth = aligned_empty(payload.nbytes)
-                step = self._server.smooth_values(smooth)
-                if step is not None:
-                    hold.release()
-                    values, payload = _at_step(values, step), smooth.data
-            self.link.send(values, [payload])
-
-
-def _at_step(values: Values, step: int) -> Values:
-    return replace(values, step=step)
+        with hold as version:
+            self.link.send(values, [version.buffer])
 
 
 def _as_granted(who: Identity, grant: Grant) -> Identity:

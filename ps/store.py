@@ -197,6 +197,10 @@ class Store:
         """
         return self._versions.hold(cut_off)
 
+    def first_not_finite(self) -> str | None:
+        """Return the first floating variable whose current value is NaN or infinite somewhere, or None."""
+        return first_not_finite(self._versions.arenas[self._versions.current()[0]].buffer, self.layout)
+
     # ---- rounds ----------------------------------------------------------------------------------------
 
     def initialise(self, values: NDArray[np.uint8] | memoryview) -> Version:

@@ -209,7 +209,8 @@ class Server:
         if self._link is None or self._epoch is None:
             return
         try:
-            self._link.send(Report(self._epoch, step, float(loss), accuracy, examples))
+            share = None if accuracy is None else float(accuracy)
+            self._link.send(Report(self._epoch, step, float(loss), share, int(examples)))
         except NetworkError as error:
             self._drop(error)
 
@@ -238,6 +239,8 @@ class Server:
 
     def _ask(self, send: Callable[[Link], None], seq: int) -> Update:
         """Send a request and wait for its answer; after a broken connection, ask again with the same identity."""
+        if self._closing.is_set():
+            raise LocalProtocolError("the connection to the server was closed; connect again")
         while True:
             if self._link is None:
                 self._connect(self._config.reconnect_timeout_s)
@@ -290,7 +293,8 @@ class Server:
     def _send_initial(self, link: Link) -> None:
         arena = Arena.zeros(self.layout)
         arena.fill(self._config.initial_values())
-        link.send(Initial(), [arena.buffer[: self.layout.values_bytes].data])
+        payload = [arena.buffer[: self.layout.values_bytes].data]
+        self._say(link, lambda asked: asked.send(Initial(), payload))
 
     def _scattered(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
         if len(gradients) > len(self._parts):

@@ -275,7 +275,7 @@ def frame_prefix(kind, header_bytes, payload=None, version=1):
 
 def test_our_own_headers_obey_the_same_limits():
     """A refusal before the proof must fit 4 KB; one after it may be longer."""
-    refusal = Refusal(RefusalCode.PROTOCOL, "x" * 4096)
+    refusal = Refusal(RefusalCode.MANIFEST, "x" * 4096)
     with pytest.raises(LocalProtocolError, match="header of 4121 bytes is too long"):
         ConnectionPair().open(until=State.AWAIT_PROOF).sides[SERVER].send(refusal)
     assert ConnectionPair().open(until=State.AWAIT_OFFER).send(SERVER, refusal) == refusal

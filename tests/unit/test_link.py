@@ -315,6 +315,27 @@ def test_a_header_may_take_as_long_as_its_size_allows(clock, links):
         server.receive()
 
 
+def test_a_peer_may_be_silent_before_a_frame_for_as_long_as_was_agreed(clock, links):
+    """Not for the 10 s only that a transfer may take whatever its rate."""
+    worker, server = links
+    server.silence_s = 30.0
+
+    def silence(seconds):
+        def between(size, patience):
+            clock.now += seconds
+            patience.check("peer")
+            server.channel.between = lambda size, patience: None
+
+        return between
+
+    worker.send(Pull(1))
+    server.channel.between = silence(29.0)
+    assert server.receive() == Pull(1)
+    server.channel.between = silence(31.0)
+    with pytest.raises(PeerSilent, match="silent for 31 s"):
+        server.receive()
+
+
 def test_a_payload_may_take_as_long_to_send_as_its_size_allows(clock, links):
     """The sender's patience is measured by the buffers that it was given: a second for each 16384 bytes."""
     worker, _ = links

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -56,11 +57,12 @@ class Run:
         self._links.callback(link.close)
         return link
 
-    def offer(self, role, *variables):
+    def offer(self, role, *variables, incarnation=None):
         """Shake hands as far as the offer."""
         link = self.call()
         rank = 0 if role is Role.WORKER else AUTO_RANK
-        link.send(Hello("", "host-a", rank, role, incarnation=7 + (role is Role.WORKER), nonce=bytes(32)))
+        incarnation = incarnation or 7 + (role is Role.WORKER)
+        link.send(Hello("", "host-a", rank, role, incarnation=incarnation, nonce=bytes(32)))
         assert isinstance(link.receive(), Challenge)
         link.send(Proof(NO_PROOF))
         assert isinstance(link.receive(), ServerProof)
@@ -69,10 +71,10 @@ class Run:
 
 
 @pytest.fixture
-def run():
-    config = ServerConfig(
-        workers=1, steps=1, port=0, heartbeat_interval=0.2, threads=1, optimizer="sgd", learning_rate=1.0
-    )
+def run(request):
+    """A run whose options a test may change by parametrizing it."""
+    options = {"heartbeat_interval": 0.2} | getattr(request, "param", {})
+    config = ServerConfig(workers=1, steps=1, port=0, threads=1, optimizer="sgd", learning_rate=1.0, **options)
     server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
     with contextlib.ExitStack() as links, ThreadPoolExecutor(1) as pool:
         run = Run(server, links)
@@ -144,6 +146,45 @@ def test_an_evaluator_that_is_held_and_goes_leaves_no_session(run, how):
     assert not session.is_alive()
     assert run.server.session(1) is None
     assert isinstance(answer(run.offer(Role.WORKER, KERNEL)), Welcome)
+
+
+def test_an_evaluator_that_was_held_for_long_is_not_taken_for_silent_when_it_is_welcomed(run):
+    """It has no welcome to beat from before that, so the silence of the wait must not count."""
+    evaluator = run.offer(Role.EVALUATOR, KERNEL)
+    assert isinstance(evaluator.receive(), Heartbeat)
+    session = run.server.session(1)
+    session.link.heard_at -= 1000
+    assert isinstance(answer(run.offer(Role.WORKER, KERNEL)), Welcome)
+    assert isinstance(answer(evaluator), Welcome)
+    assert time.monotonic() - session.link.heard_at < 500
+
+
+@pytest.mark.parametrize("run", [{"heartbeat_interval": 1e6, "heartbeat_timeout": 1e7}], indirect=True)
+def test_a_newcomer_that_is_held_for_its_rank_is_told_when_the_run_ends(run):
+    """It need not wait until it is known whether the holder lives."""
+    assert isinstance(answer(run.offer(Role.WORKER, KERNEL)), Welcome)
+    newcomer = run.offer(Role.WORKER, KERNEL, incarnation=99)
+    assert "holds this rank" in newcomer.receive().waiting
+    run.server.stop(Status.NO_PROGRESS, "enough")
+    assert answer(newcomer) == Ended(Status.NO_PROGRESS, "enough")
+
+
+@pytest.mark.parametrize("run", [{"ema_decay": 0.75}], indirect=True)
+def test_an_evaluator_gets_the_moving_average_and_holds_no_version_for_it(run, monkeypatch):
+    """An update that waits for a hold, and an evaluator that waits for the update, would wait for ever."""
+    held = []
+    smooth_values, store_hold = run.server.smooth_values, run.server.hold_values
+    monkeypatch.setattr(run.server, "hold_values", lambda *a: (held.append("worker"), store_hold(*a))[1])
+    monkeypatch.setattr(run.server, "smooth_values", lambda *a: (held.append("evaluator"), smooth_values(*a))[1])
+    initial = {"kernel": np.zeros(3, np.float32)}
+    with worker.connect(str(run.listener.address), initial, rank=0) as server:
+        server.pull()
+        server.push({"kernel": -np.ones(3, np.float32)}, loss=1.0)
+        with worker.connect(str(run.listener.address), initial, role="evaluator") as evaluator:
+            held.clear()
+            update = evaluator.pull()
+    assert (update.step, update.done, held) == (1, True, ["evaluator"])
+    np.testing.assert_array_equal(update.values["kernel"], np.full(3, 0.25, np.float32))
 
 
 # ---- a push as the server understands it ---------------------------------------------------------------

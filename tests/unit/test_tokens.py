@@ -188,3 +188,23 @@ def test_a_link_is_not_followed_when_a_line_is_appended(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be written"):
         append_grant(link, Grant("a", Role.WORKER, 0, TOKEN.encode()))
     assert target.read_text() == "kept"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_no_line_is_appended_to_a_file_that_others_can_read(tmp_path, mode):
+    path = tmp_path / "tokens"
+    path.write_text("# kept\n")
+    path.chmod(mode)
+    with pytest.raises(ConfigurationError, match="can be read by others: `chmod 600"):
+        append_grant(path, Grant("a", Role.WORKER, 0, TOKEN.encode()))
+    assert path.read_text() == "# kept\n"
+
+
+def test_a_line_is_appended_as_a_line_of_its_own_whatever_the_file_ends_with(tmp_path):
+    """A file edited by hand may lack the last newline; names may have any letters."""
+    path = tmp_path / "tokens"
+    first, second = Grant("a", Role.WORKER, 0, TOKEN.encode()), Grant("süd", Role.EVALUATOR, None, OTHER.encode())
+    append_grant(path, first)
+    path.write_text(path.read_text().rstrip("\n"))
+    append_grant(path, second)
+    assert read_grants(path) == (first, second)

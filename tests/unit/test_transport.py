@@ -539,3 +539,14 @@ def test_one_that_the_kernel_does_not_know_is_named_and_leaves_no_socket_open():
             connect(listener.address, LONG_S, "nonsense")
         with pytest.raises(ConfigurationError, match="'nonsense' is not available"):
             listener.accept(LONG_S)
+
+
+def test_a_connection_that_leads_back_to_itself_is_nobody_there(monkeypatch):
+    """Who asks again and again for a free port of this machine is at last lent that very port by the kernel."""
+    own = socket.socket()
+    own.bind(("127.0.0.1", 0))
+    own.connect(own.getsockname())
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: own)
+    with pytest.raises(NetworkError, match=r"nobody answers at .*led back to this process"):
+        connect(Address(*own.getsockname()), LONG_S)
+    assert own.fileno() == -1, "it is closed, or no server could ever listen there"
