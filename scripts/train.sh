@@ -96,7 +96,9 @@ prepare_environment worker
 umask 077
 if [ -z "$run_dir" ]; then
     run_dir="runs/$(date +%Y%m%d-%H%M%S)"
-    if [ -e "$run_dir" ]; then run_dir="$run_dir-$$"; fi
+    # Making it is the test: two that start in the same second must not share one.
+    mkdir -p runs 2>/dev/null || true
+    mkdir "$run_dir" 2>/dev/null || run_dir="$run_dir-$$"
 fi
 if ! { mkdir -p "$run_dir" && chmod 700 "$run_dir"; }; then
     fail "the run directory $run_dir cannot be made"
