@@ -53,12 +53,12 @@ TRANSITIONS: dict[tuple[State, Kind], State] = {
 SENDERS: dict[Kind, Side | None] = {kind: cls.SENDER for kind, cls in MESSAGES.items()}
 """Who may say it; None: both."""
 
-ROLES: dict[Kind, Role] = {
-    Kind.PUSH: Role.WORKER,
-    Kind.INITIAL: Role.WORKER,
-    Kind.REPORT: Role.EVALUATOR,
+ROLES: dict[Kind, tuple[Role, ...]] = {
+    Kind.PUSH: (Role.WORKER, Role.VALIDATOR),
+    Kind.INITIAL: (Role.WORKER, Role.VALIDATOR),
+    Kind.REPORT: (Role.EVALUATOR,),
 }
-"""Messages that only one role may send."""
+"""Messages that only these roles may send."""
 
 WITH_PAYLOAD = frozenset({Kind.PUSH, Kind.VALUES, Kind.INITIAL})
 
@@ -140,7 +140,7 @@ class Connection:
         kind = Kind(prefix.kind)
         if (self.state, kind) not in TRANSITIONS or SENDERS[kind] not in (None, peer):
             raise RemoteProtocolError(f"the peer sent {kind.name} in state '{self.state}'")
-        if ROLES.get(kind) not in (None, self.role):
+        if kind in ROLES and self.role not in ROLES[kind]:
             raise RemoteProtocolError(f"the peer sent {kind.name}, which is not for role {self.role}")
         limit = self.header_limit(kind)
         if prefix.header_bytes > limit:
@@ -177,7 +177,7 @@ class Connection:
         kind = message.KIND
         if (self.state, kind) not in TRANSITIONS or SENDERS[kind] not in (None, self.side):
             raise LocalProtocolError(f"the {self.side} cannot send {kind.name} in state '{self.state}'")
-        if ROLES.get(kind) not in (None, self.role):
+        if kind in ROLES and self.role not in ROLES[kind]:
             raise LocalProtocolError(f"role {self.role} cannot send {kind.name}")
         if kind in WITH_PAYLOAD and self.layout is None:
             raise LocalProtocolError(f"{kind.name} cannot be sent before a layout is agreed")

@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 AUTO_RANK = -1
-"""Asks the server for the lowest free rank; also the rank of those that have none (evaluators)."""
+"""Asks the server for the lowest free rank; also the rank of those that have none (validators, evaluators)."""
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
@@ -35,6 +35,7 @@ class Role(StrEnum):
     """What a client of the server is there for."""
 
     WORKER = "worker"
+    VALIDATOR = "validator"
     EVALUATOR = "evaluator"
 
 

@@ -34,7 +34,7 @@ class Grant:
         """Say whether this grant may serve an identity; who gives no name or rank takes those of the grant."""
         if role is not self.role or (name and self.name not in (None, name)):
             return False
-        return role is Role.EVALUATOR or self.rank is None or rank in (AUTO_RANK, self.rank)
+        return role is not Role.WORKER or self.rank is None or rank in (AUTO_RANK, self.rank)
 
     def line(self) -> str:
         """Return the grant as a line of a token file."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import secrets
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +10,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import ExitCode, Interrupted
-from protocol.messages import Role, Status
-from protocol.tokens import Grant, append_grant, new_token, read_grants
-from protocol.transport import is_loopback
-from ps.command_line import PROGRAM, TokenRequest, build_command, execute
-from ps.config import ServerConfig
-from ps.console import Console
 
+# All else is imported by `main` and what it calls: a Ctrl-C that comes while it loads is to be a sentence as well.
 if TYPE_CHECKING:
+    from ps.command_line import TokenRequest
+    from ps.config import ServerConfig
+    from ps.console import Console
     from ps.server import ParameterServer
+
+PROGRAM = "weighmaster-ps"
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("weighmaster.ps")
 class _ToConsole(logging.Handler):
     """Writes log records as lines above the progress line."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: "Console") -> None:
         super().__init__()
         self._console = console
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -37,13 +37,16 @@ class _ToConsole(logging.Handler):
             self._console.say(line)
 
 
-def serve(config: ServerConfig) -> int:
+def serve(config: "ServerConfig") -> int:
     """Serve one run and return the exit code."""
-    signal.signal(signal.SIGTERM, _raise_interrupted)
-    signal.signal(signal.SIGINT, _raise_interrupted)
-    # Imported here, not above: the compiler behind the kernels takes a second that --help need not wait for.
+    # The compiler behind the kernels takes a second that --help need not wait for.
+    import secrets
+
+    from protocol.messages import Status
+    from protocol.tokens import read_grants
     from ps import kernels, outcome
     from ps.build import make_optimizer
+    from ps.console import Console
     from ps.server import ParameterServer
 
     grants = read_grants(config.token_file) if config.token_file else ()
@@ -94,8 +97,11 @@ def serve(config: ServerConfig) -> int:
         logger.removeHandler(handler)
 
 
-def make_token(request: TokenRequest) -> int:
+def make_token(request: "TokenRequest") -> int:
     """Make a token and print or append its line."""
+    from protocol.messages import Role
+    from protocol.tokens import Grant, append_grant, new_token
+
     name = None if request.name == "*" else request.name
     grant = Grant(name, Role(request.role), request.rank, new_token().encode("ascii"))
     if request.file is None:
@@ -107,10 +113,16 @@ def make_token(request: TokenRequest) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the result is the exit code."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    from ps.command_line import build_command, execute
+
     return execute(build_command(serve, make_token), arguments)
 
 
-def _warn_of_exposure(config: ServerConfig) -> None:
+def _warn_of_exposure(config: "ServerConfig") -> None:
+    from protocol.transport import is_loopback
+
     if config.insecure:
         logger.warning("WARNING: --insecure admits anyone who can reach this port")
     if not is_loopback(config.host):
@@ -126,8 +138,12 @@ def _in_short(summary: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _raise_interrupted(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(signal.Signals(number).name)
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End a process that serves nobody yet; an exception could be swallowed by what is being imported."""
+    interrupted = Interrupted(signal.Signals(number).name)
+    with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
+        os.write(2, f"{PROGRAM}: {interrupted}\n".encode())
+    os._exit(int(interrupted.exit_code))
 
 
 def _interrupting(server: "ParameterServer") -> Callable[[int, FrameType | None], None]:

@@ -1,13 +1,23 @@
-"""Aggregation rules: pure functions from what is known of a round's gradients to their weights."""
+"""Aggregation rules: from what is known of a round's gradients to what each of them counts.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+A rule never sees a gradient. It says which measurements it needs, gets them in a `RoundView`, and answers with a
+`Decision` that `ps.store` carries out. The rules here are pure and without state. All judge the usable gradients
+only: a push that was refused counts nothing, in every rule. W is the number of usable gradients and P that of the
+trainable parameters; each rule states its cost beyond the one pass over W x P elements that every update takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from protocol.errors import LocalProtocolError
+from protocol.errors import ConfigurationError, LocalProtocolError
+from ps.geometry import Geometry, Vector
+
+LONGEST_RESCALE = 1e6
+"""A gradient is lengthened this many times at most: the factor must be finite in float32 whatever is pushed."""
 
 
 class MeanOver(StrEnum):
@@ -17,6 +27,17 @@ class MeanOver(StrEnum):
     EXAMPLES = "examples"
 
 
+class Need(StrEnum):
+    """What must be measured before a rule can judge a round."""
+
+    GRAM = "gram"
+    """All inner products of the round's gradients, whatever their number."""
+    REFERENCE = "reference"
+    """Inner products with the last validator gradient."""
+    MOMENTUM = "momentum"
+    """Inner products with the optimizer's first moment."""
+
+
 @dataclass(frozen=True)
 class RoundView:
     """What a rule may look at; all tuples have one entry per rank present, in rank order.
@@ -24,39 +45,98 @@ class RoundView:
     Attributes:
         step: the step of the round.
         ranks: who pushed, ascending.
+        names: who they are; what is remembered of a worker is remembered by name.
         usable: False for a push that was refused: it is present and counts nothing.
         examples: size of the batch behind each gradient.
         norms: Euclidean norm of each gradient before clipping; not finite where it is not usable.
-        losses: the loss that each rank reported.
+        losses: the loss that each rank reported; NaN where it reported none.
+        accuracies: the accuracy that each rank reported; NaN where it reported none.
+        geometry: what was measured for the rule's needs; None if it has none.
     """
 
     step: int
     ranks: tuple[int, ...]
+    names: tuple[str, ...]
     usable: tuple[bool, ...]
     examples: tuple[int, ...]
     norms: tuple[float, ...]
     losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    geometry: Geometry | None = None
 
     def __post_init__(self) -> None:
-        lengths = {len(self.ranks), len(self.usable), len(self.examples), len(self.norms), len(self.losses)}
-        if len(lengths) != 1:
+        columns = (self.names, self.usable, self.examples, self.norms, self.losses, self.accuracies)
+        if {len(column) for column in columns} != {len(self.ranks)}:
             raise LocalProtocolError("a round's view needs one entry per rank in every column")
         if any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
             raise LocalProtocolError(f"a round's ranks must ascend, not {self.ranks}")
 
+    def measured(self) -> Geometry:
+        """Return the geometry.
 
-Rule = Callable[[RoundView], NDArray[np.float64]]
-"""From a round to weights [ranks], float64, at least 0: their sum is 1, or 0 where nothing can be applied."""
+        Raises:
+            LocalProtocolError: nothing was measured.
+        """
+        if self.geometry is None:
+            raise LocalProtocolError(f"round {self.step} was not measured for its rule")
+        return self.geometry
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What a round's gradients count; arrays are float64 [ranks present], in rank order.
+
+    Attributes:
+        weights: at least 0; their sum is 1, or 0 where nothing is to be applied.
+        factors: what each gradient is multiplied by before it is weighted, above 0: at most 1 when norms are
+            clipped; above 1 only where the rule says that it lengthens gradients. What is applied is
+            `sum_i weights_i factors_i g_i`.
+        trim: if not None, the rows are combined coordinate by coordinate instead: of each coordinate the `trim`
+            smallest and the `trim` largest values among the usable rows are dropped and the others averaged.
+        fallback: why another rule judged this round (a sentence), or empty.
+    """
+
+    weights: Vector
+    factors: Vector
+    trim: int | None = None
+    fallback: str = ""
+
+
+class Rule(Protocol):
+    """An aggregation rule."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What `RoundView.geometry` must hold."""
+
+    def decide(self, view: RoundView) -> Decision:
+        """Judge a round."""
+
+
+NOTHING: frozenset[Need] = frozenset()
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over the usable gradients: of each worker, or of each example, alike."""
+    """The mean over the usable gradients: of each worker, or of each example, alike. Costs nothing extra."""
 
     over: MeanOver = MeanOver.WORKERS
 
-    def __call__(self, view: RoundView) -> NDArray[np.float64]:
-        """Return the weights [ranks]; all are 0 when no push is usable."""
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing is measured."""
+        return NOTHING
+
+    def decide(self, view: RoundView) -> Decision:
+        """Weigh a round; all weights are 0 when no push is usable, or none has an example."""
+        weights = self._weights(view)
+        return Decision(weights, np.ones(weights.size))
+
+    def __call__(self, view: RoundView) -> Vector:
+        """Return the weights alone."""
+        return self._weights(view)
+
+    def _weights(self, view: RoundView) -> Vector:
         # Plain numbers: for a few ranks NumPy takes ten times as long, in every round.
         counts = [1] * len(view.ranks) if self.over is MeanOver.WORKERS else view.examples
         usable = [count if use else 0 for count, use in zip(counts, view.usable, strict=True)]
@@ -64,7 +144,180 @@ class Mean:
         return np.array([count / total if total else 0.0 for count in usable], np.float64)
 
 
-def clip_factors(norms: Sequence[float], clip_norm: float) -> NDArray[np.float64]:
+@dataclass(frozen=True)
+class ClippedMean:
+    """The mean of the usable gradients, each brought down to their median norm.
+
+    With an even number the lower of the two norms in the middle is taken, so that one of two cannot raise it. So
+    no single gradient counts more than another, however long it is; its direction is not judged.
+    A median norm of 0 clips all to nothing: then the gradients that are 0 have all the weight.
+
+    Costs nothing extra: the norms are measured as the gradients arrive.
+    Source: norm clipping as in Sun et al., "Can You Really Backdoor Federated Learning?", 2019, section 4, with
+    the median of the round in place of a fixed bound.
+    """
+
+    over: MeanOver = MeanOver.WORKERS
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing beyond the norms, which every view has."""
+        return NOTHING
+
+    def decide(self, view: RoundView) -> Decision:
+        """Weigh a round and clip its norms."""
+        norms = [norm if use else 0.0 for norm, use in zip(view.norms, view.usable, strict=True)]
+        known = sorted(norm for norm, use in zip(norms, view.usable, strict=True) if use)
+        median = known[(len(known) - 1) // 2] if known else 0.0
+        if median > 0.0:
+            return Decision(Mean(self.over).decide(view).weights, clip_factors(norms, median))
+        zero = tuple(use and norm == 0.0 for norm, use in zip(norms, view.usable, strict=True))
+        return Mean(self.over).decide(replace(view, usable=zero))
+
+
+@dataclass(frozen=True)
+class Median:
+    """The median of each coordinate; of an even number of values, the mean of the two in the middle.
+
+    Tolerates fewer than half faulty workers of many with like data; it loses much where their data differ.
+    A gradient row is reused for the result: no extra memory. Time: one more pass over W x P elements, and
+    about W (log2 W)^2 / 4 comparisons of each coordinate, in the cache.
+    Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", 2018,
+    definition 1.
+    """
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing is measured."""
+        return NOTHING
+
+    def decide(self, view: RoundView) -> Decision:
+        """Ask for the largest trim that leaves something."""
+        return _trimmed(view, max(0, (sum(view.usable) - 1) // 2))
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """The mean of each coordinate without its `faulty` smallest and `faulty` largest values.
+
+    Needs more than 2 x `faulty` usable gradients. Memory and time as `Median`.
+    Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", 2018,
+    definition 2.
+
+    Attributes:
+        faulty: how many workers may be bad, at least 0.
+    """
+
+    faulty: int
+
+    def __post_init__(self) -> None:
+        _check_faulty(self.faulty)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing is measured."""
+        return NOTHING
+
+    def decide(self, view: RoundView) -> Decision:
+        """Ask for the trim; judge a round that is too short by its clipped mean."""
+        short = _too_short(view, "the trimmed mean", self.faulty, 2 * self.faulty + 1)
+        return short or _trimmed(view, self.faulty)
+
+
+@dataclass(frozen=True)
+class Krum:
+    """The one gradient that lies nearest to its W - f - 2 nearest others, f = `faulty`; the first of equals.
+
+    Needs at least 2f + 3 usable gradients. Time: one more pass over W x P elements and W (W + 1) / 2 inner
+    products, which outweigh the pass from about W = 8 on; memory W x W numbers.
+    Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", 2017,
+    section 4.
+
+    Attributes:
+        faulty: f, how many workers may be bad, at least 0.
+    """
+
+    faulty: int
+
+    def __post_init__(self) -> None:
+        _check_faulty(self.faulty)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """All inner products, for the distances."""
+        return frozenset({Need.GRAM})
+
+    def decide(self, view: RoundView) -> Decision:
+        """Choose; judge a round that is too short by its clipped mean."""
+        short = _too_short(view, "Krum", self.faulty, 2 * self.faulty + 3)
+        return short or _chosen(view, self.faulty, 1)
+
+
+@dataclass(frozen=True)
+class MultiKrum:
+    """The mean of the W - f gradients that Krum scores best, f = `faulty`.
+
+    Needs at least 2f + 3 usable gradients. Memory and time as `Krum`.
+    Source: Blanchard et al. (see `Krum`), section 4 and its experiments, which average the best W - f; so does
+    Allouah et al., "Fixing by Mixing", 2023. El-Mhamdi et al., "The Hidden Vulnerability of Distributed
+    Learning in Byzantium", 2018, prove more for W - f - 2, which wastes two gradients of honest workers.
+
+    Attributes:
+        faulty: f, how many workers may be bad, at least 0.
+    """
+
+    faulty: int
+
+    def __post_init__(self) -> None:
+        _check_faulty(self.faulty)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """All inner products, for the distances."""
+        return frozenset({Need.GRAM})
+
+    def decide(self, view: RoundView) -> Decision:
+        """Choose; judge a round that is too short by its clipped mean."""
+        short = _too_short(view, "multi-Krum", self.faulty, 2 * self.faulty + 3)
+        return short or _chosen(view, self.faulty, sum(view.usable) - self.faulty)
+
+
+@dataclass(frozen=True)
+class CosineTrust:
+    """The mean of the gradients by their cosine to the validator's, if positive, each brought to its norm.
+
+    With v the validator's gradient and c_i = max(0, cos(g_i, v)): `sum_i c_i |v| / |g_i| g_i / sum_i c_i`. Short
+    gradients are lengthened, so factors may be above 1, to `LONGEST_RESCALE` at most. A stale v is used as if it
+    were fresh. Nobody with a positive cosine: nothing is applied. A single usable gradient is applied as it is.
+    Before the first validator gradient a round is judged by its clipped mean.
+
+    Time: one more pass over W x P elements; memory for one gradient more, v.
+    Source: Cao et al., "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", 2021, equation 4.
+    """
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The inner products with the validator's gradient."""
+        return frozenset({Need.REFERENCE})
+
+    def decide(self, view: RoundView) -> Decision:
+        """Weigh a round by its angles to the reference."""
+        if sum(view.usable) <= 1:
+            return Mean().decide(view)
+        geometry = view.measured()
+        if geometry.reference_norm is None or geometry.with_reference is None:
+            return _fall_back(view, "cosine trust needs a validator's gradient, and there was none to compare with")
+        trust = np.maximum(geometry.cosine_to_reference(), 0.0)
+        total = trust.sum()
+        factors = np.ones(trust.size)
+        counted = trust > 0.0
+        if total > 0.0:
+            trust /= total
+            factors[counted] = np.minimum(geometry.reference_norm / geometry.norms[counted], LONGEST_RESCALE)
+        return Decision(trust, factors)
+
+
+def clip_factors(norms: Sequence[float], clip_norm: float) -> Vector:
     """Return the factors that bring each gradient's norm down to `clip_norm`: `min(1, clip_norm / norm)`.
 
     Args:
@@ -74,3 +327,37 @@ def clip_factors(norms: Sequence[float], clip_norm: float) -> NDArray[np.float64
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
     return np.array([min(1.0, clip_norm / norm) if norm else 1.0 for norm in norms], np.float64)
+
+
+def _trimmed(view: RoundView, trim: int) -> Decision:
+    mean = Mean().decide(view)
+    return replace(mean, trim=trim) if trim else mean  # without a trim it is the mean, in one pass less
+
+
+def _chosen(view: RoundView, faulty: int, count: int) -> Decision:
+    """Return the mean of the `count` gradients with the best Krum scores; of equals the lower rank comes first."""
+    distances = view.measured().distances_squared()
+    usable = np.flatnonzero(view.usable)
+    others = distances[np.ix_(usable, usable)]
+    np.fill_diagonal(others, np.inf)
+    scores = np.sort(others, axis=1)[:, : usable.size - faulty - 2].sum(axis=1)
+    weights = np.zeros(len(view.usable))
+    weights[usable[np.argsort(scores, kind="stable")[:count]]] = 1.0 / count
+    return Decision(weights, np.ones(weights.size))
+
+
+def _too_short(view: RoundView, rule: str, faulty: int, needed: int) -> Decision | None:
+    """Return what is decided where too few gradients are usable for a rule, or None where they suffice."""
+    usable = sum(view.usable)
+    if usable >= needed:
+        return None
+    return _fall_back(view, f"{rule} with {faulty} faulty needs {needed} usable gradients, and there were {usable}")
+
+
+def _fall_back(view: RoundView, why: str) -> Decision:
+    return replace(ClippedMean().decide(view), fallback=f"{why}: their clipped mean was applied")
+
+
+def _check_faulty(faulty: int) -> None:
+    if faulty < 0:
+        raise ConfigurationError(f"the number of faulty workers must be at least 0, not {faulty}")

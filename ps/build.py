@@ -1,6 +1,8 @@
 """From configuration to the parts that it chooses: optimizer, schedule, store, policy."""
 
+import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +11,24 @@ from numpy.typing import NDArray
 from protocol.arena import Arena
 from protocol.errors import ConfigurationError, ManifestMismatch
 from protocol.tensors import Layout
-from ps.config import ServerConfig
+from ps.aggregation import (
+    ClippedMean,
+    CosineTrust,
+    Krum,
+    Mean,
+    MeanOver,
+    Median,
+    MultiKrum,
+    Rule,
+    TrimmedMean,
+)
+from ps.config import RULES_OF_MEANS, ServerConfig
 from ps.coordinator import RunPolicy
 from ps.optimizers import SGD, Adam, AdamW, Optimizer
+from ps.evidence import Evidence
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.store import NotFinite, Store, StoreConfig
+from ps.validation import SECRET_BYTES, ValidatedRounds
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -29,6 +44,28 @@ def make_optimizer(config: ServerConfig) -> Optimizer:
             return AdamW(config.beta1, config.beta2, config.epsilon, config.weight_decay)
         case _:
             return SGD(config.momentum, config.nesterov)
+
+
+def make_rule(config: ServerConfig) -> Rule:
+    """Return the aggregation rule that was asked for."""
+    over, faulty = MeanOver(config.mean_over), config.assumed_faulty
+    match config.aggregation:
+        case "clipped_mean":
+            return ClippedMean(over)
+        case "median":
+            return Median()
+        case "trimmed_mean":
+            return TrimmedMean(faulty)
+        case "krum":
+            return Krum(faulty)
+        case "multi_krum":
+            return MultiKrum(faulty)
+        case "cosine_trust":
+            return CosineTrust()
+        case "evidence":
+            return Evidence(validated=config.awaited_validators > 0)
+        case _:
+            return Mean(over)
 
 
 def make_schedule(config: ServerConfig) -> Schedule:
@@ -48,6 +85,8 @@ def store_config(config: ServerConfig) -> StoreConfig:
     return StoreConfig(
         optimizer=make_optimizer(config),
         slots=config.workers,
+        references=config.validator_slots,
+        reductions=config.aggregation not in RULES_OF_MEANS,
         threads=config.threads,
         clip_norm=config.clip_norm,
         ema_decay=config.ema_decay,
@@ -88,8 +127,33 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
     return store
 
 
+def secret_of(config: ServerConfig) -> bytes:
+    """Return the secret that draws the validated rounds.
+
+    Raises:
+        ConfigurationError: its file cannot be read, or is empty.
+    """
+    if config.validator_seed_file is None:
+        return os.urandom(SECRET_BYTES)
+    try:
+        seed = config.validator_seed_file.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--validator-seed-file {config.validator_seed_file} cannot be read: {error.strerror}"
+        ) from error
+    if not seed:
+        raise ConfigurationError(
+            f"--validator-seed-file {config.validator_seed_file} is empty: write any bytes into it"
+        )
+    return hashlib.sha256(seed).digest()
+
+
 def policy_of(config: ServerConfig) -> RunPolicy:
-    """Return what the coordinator needs to know."""
+    """Return what the coordinator needs to know.
+
+    Raises:
+        ConfigurationError: see `secret_of`.
+    """
     return RunPolicy(
         config.workers,
         config.steps,
@@ -98,4 +162,7 @@ def policy_of(config: ServerConfig) -> RunPolicy:
         config.rejoin_timeout,
         config.drain_timeout,
         config.evaluators,
+        config.awaited_validators,
+        config.validator_slots,
+        ValidatedRounds(config.validator_every or 1, secret_of(config)),
     )

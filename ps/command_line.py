@@ -1,5 +1,6 @@
 """The command `weighmaster-ps`: options in, `ServerConfig` out. What it then runs is handed in."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +15,14 @@ import cloup
 from click.core import ParameterSource
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from protocol.messages import Role
 from ps.config import CHOICES, ServerConfig, default_of, option_name
 
 PROGRAM = "weighmaster-ps"
+"""With this name begins each sentence that ends the process, however it was started."""
+
+STARTED_AS = "WEIGHMASTER_STARTED_AS"
+"""The scripts tell by this variable what the user typed."""
 
 _TYPES: dict[Any, Any] = {
     int: click.INT,
@@ -32,7 +38,7 @@ class TokenRequest:
 
     Attributes:
         name: whom the token is for; `*` is anyone.
-        role: `worker` or `evaluator`.
+        role: `worker`, `validator` or `evaluator`.
         rank: the rank it is good for; None is any.
         file: where the line is appended; None: standard output.
     """
@@ -53,6 +59,14 @@ def size_bytes(text: str) -> int:
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size in bytes; write 500M or 8G, for instance.")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
+def invocation() -> str:
+    """Return words that start this program again: a script, `python -m ps`, or the command where it is installed."""
+    script = os.environ.get(STARTED_AS, "").strip()
+    if script:
+        return script
+    return "python -m ps" if Path(sys.argv[0]).name == "__main__.py" else PROGRAM
 
 
 def _rank(text: str) -> int | None:
@@ -125,9 +139,39 @@ _OPTION_GROUPS = (
     cloup.option_group(
         "Gradients",
         _option("aggregation", "Rule that makes one gradient of all"),
-        _option("mean_over", "What counts the same in the mean: each worker, or each example"),
+        _option("mean_over", "mean, clipped_mean: what counts the same: each worker, or each example"),
+        _option(
+            "faulty_workers",
+            "trimmed_mean, krum, multi_krum: how many workers may be bad",
+            unset="as many as the rule stands",
+            metavar="N",
+        ),
+        _option(
+            "master", "master: a network of your own, in TensorFlow", unset="built in", metavar="FILE.py:FUNCTION"
+        ),
         _option("clip_worker_norm", "Largest norm of one worker's gradient", unset="no limit", metavar="NORM"),
         _option("clip_norm", "Largest norm of the aggregated gradient", unset="no limit", metavar="NORM"),
+    ),
+    cloup.option_group(
+        "Validation (cosine_trust, evidence, master)",
+        _option(
+            "validators",
+            "Validators that the start waits for, and that there is room for",
+            unset="1 if asked for below; one may come later",
+            metavar="N",
+        ),
+        _option(
+            "validator_every",
+            "Validate round 0 and one round in K on average, which ones only the server knows",
+            unset="every round, once a validator is there",
+            metavar="K",
+        ),
+        _option(
+            "validator_seed_file",
+            "File whose bytes draw the rounds, for repeatable runs; keep it from the workers",
+            unset="a secret of this run",
+            metavar="FILE",
+        ),
     ),
     cloup.option_group(
         "Optimizer",
@@ -246,7 +290,7 @@ def _token_command(make_token: Callable[[TokenRequest], int]) -> click.Command:
 
     @cloup.command("token")
     @option("name", "Whom the token is for; * is anyone.", default="*")
-    @option("role", "What its holder may be.", type=click.Choice(["worker", "evaluator"]), default="worker")
+    @option("role", "What its holder may be.", type=click.Choice([role.value for role in Role]), default="worker")
     @option("rank", "Rank that it is good for; * is any.", type=_rank, default="*", metavar="R")
     @option(
         "file",
@@ -259,8 +303,8 @@ def _token_command(make_token: Callable[[TokenRequest], int]) -> click.Command:
         """Make a token: one line `name role rank token`, for the server's file and for its holder's."""
         if not name.isprintable() or not 0 < len(name) <= 128 or len(name.split()) != 1 or name[0] == "#":
             raise ConfigurationError(f"--name must be 1 to 128 printable characters without space: {name!r}")
-        if role == "evaluator" and rank is not None:
-            raise ConfigurationError("--role evaluator and --rank exclude each other: an evaluator has no rank")
+        if role != "worker" and rank is not None:
+            raise ConfigurationError(f"--role {role} and --rank exclude each other: only workers have a rank")
         return make_token(TokenRequest(name, role, rank, file))
 
     return token
@@ -275,12 +319,16 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     """
     try:
         outcome = command.main(
-            None if arguments is None else list(arguments), prog_name=PROGRAM, standalone_mode=False
+            None if arguments is None else list(arguments), prog_name=invocation(), standalone_mode=False
         )
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        print(f"{PROGRAM}: {error.format_message()} See {PROGRAM} --help.", file=sys.stderr)
+        context = getattr(error, "ctx", None)  # of the sub-command, if it was in one
+        print(
+            f"{PROGRAM}: {error.format_message()} See `{context.command_path if context else invocation()} --help`.",
+            file=sys.stderr,
+        )
         return error.exit_code
     except WeighmasterError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

@@ -32,8 +32,13 @@ class Combination:
     on_worker_loss: tuple[str, ...]
 
 
+RULES_OF_MEANS = ("mean", "clipped_mean")
+RULES_WITH_FAULTY = ("trimmed_mean", "krum", "multi_krum")
+RULES_WITH_VALIDATORS = ("cosine_trust", "evidence", "master")
+RULES = (*RULES_OF_MEANS, "median", *RULES_WITH_FAULTY, *RULES_WITH_VALIDATORS)
+
 COMBINATIONS: tuple[Combination, ...] = (
-    Combination(mode=("shared",), consistency=("sync",), aggregation=("mean",), on_worker_loss=("wait",)),
+    Combination(mode=("shared",), consistency=("sync",), aggregation=RULES, on_worker_loss=("wait",)),
 )
 """All that the server can do. Choices, refusals and help texts come from here."""
 
@@ -61,6 +66,13 @@ class Need:
 
 
 NEEDS: tuple[Need, ...] = (
+    Need("mean_over", "aggregation", RULES_OF_MEANS),
+    Need("clip_worker_norm", "aggregation", tuple(r for r in RULES if r not in ("median", "trimmed_mean"))),
+    Need("faulty_workers", "aggregation", RULES_WITH_FAULTY),
+    Need("validators", "aggregation", RULES_WITH_VALIDATORS),
+    Need("validator_every", "aggregation", RULES_WITH_VALIDATORS),
+    Need("validator_seed_file", "aggregation", RULES_WITH_VALIDATORS),
+    Need("master", "aggregation", ("master",)),
     Need("beta1", "optimizer", ("adam", "adamw")),
     Need("beta2", "optimizer", ("adam", "adamw")),
     Need("epsilon", "optimizer", ("adam", "adamw")),
@@ -104,6 +116,9 @@ BOUNDS: Mapping[str, Bounds] = {
     "port": Bounds(low=0, high=65535),
     "workers": Bounds(low=1, high=1024),
     "evaluators": Bounds(low=0, high=1024),
+    "validators": Bounds(low=0, high=64),
+    "validator_every": Bounds(low=1, high=10**9),
+    "faulty_workers": Bounds(low=0, high=1024),
     "shards": Bounds(low=1, high=1_000_000),
     "steps": Bounds(low=1, high=10**15),
     "seed": Bounds(low=0, high=2**63 - 1),
@@ -208,6 +223,13 @@ class ServerConfig:
         mode: one set of variables for all (`shared`).
         consistency: when a round closes (`sync`: all have pushed).
         aggregation: the rule that makes one gradient of W.
+        faulty_workers: how many workers `trimmed_mean`, `krum` and `multi_krum` assume to be bad; None: as many as
+            the rule can stand.
+        validators: clients on trusted data that the start waits for; None: one if `validator_every` is given or the
+            rule cannot do without, else none, and one may come later.
+        validator_every: mean distance of the rounds that validators judge; None: 1, every round.
+        validator_seed_file: file whose bytes draw these rounds; None: a secret of this run.
+        master: `file.py:function` of a master network of the user's own; None: the built-in one.
         mean_over: what the mean counts: every worker the same, or every example the same.
         optimizer: what turns the gradient into new values.
         learning_rate: step size, before the schedule.
@@ -255,6 +277,11 @@ class ServerConfig:
     mode: str = "shared"
     consistency: str = "sync"
     aggregation: str = "mean"
+    faulty_workers: int | None = None
+    validators: int | None = None
+    validator_every: int | None = None
+    validator_seed_file: Path | None = None
+    master: str | None = None
     mean_over: str = "workers"
     optimizer: str = "adam"
     learning_rate: float = 0.001
@@ -321,6 +348,28 @@ class ServerConfig:
         """Parts into which the training data is divided."""
         return self.workers if self.shards is None else self.shards
 
+    @property
+    def awaited_validators(self) -> int:
+        """Validators that the start waits for."""
+        if self.validators is not None:
+            return self.validators
+        return int(self.validator_every is not None or self.aggregation == "cosine_trust")
+
+    @property
+    def validator_slots(self) -> int:
+        """Validators that there is room for."""
+        if self.aggregation not in RULES_WITH_VALIDATORS:
+            return 0
+        return 1 if self.validators is None else self.validators
+
+    @property
+    def assumed_faulty(self) -> int:
+        """Workers that the rules with such a number assume to be bad."""
+        if self.faulty_workers is not None:
+            return self.faulty_workers
+        needed_beside = 1 if self.aggregation == "trimmed_mean" else 3
+        return max(0, (self.workers - needed_beside) // 2)
+
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != default_of(name))
 
@@ -345,6 +394,12 @@ class ServerConfig:
                 f"--shards {self.shards} leaves some of --workers {self.workers} without data; "
                 f"it must be at least {self.workers}"
             )
+        if self.aggregation in RULES_WITH_FAULTY:
+            self._check_faulty()
+        if self.aggregation == "cosine_trust" and self.validators == 0:
+            raise ConfigurationError(
+                "--aggregation cosine_trust needs a validator: --validators must be at least 1"
+            )
         if self.heartbeat_timeout <= self.heartbeat_interval:
             raise ConfigurationError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g} s must be longer than "
@@ -359,6 +414,15 @@ class ServerConfig:
                 raise ConfigurationError(
                     f"{option_name(taken[path])} and {option_name(name)} both name {path}; they need two files"
                 )
+
+    def _check_faulty(self) -> None:
+        faulty = self.assumed_faulty
+        needed = 2 * faulty + (1 if self.aggregation == "trimmed_mean" else 3)
+        if self.workers < needed:
+            raise ConfigurationError(
+                f"--aggregation {self.aggregation} needs at least {needed} workers to stand {faulty} bad ones, "
+                f"--workers is {self.workers}: take more workers, a lower --faulty-workers or another rule"
+            )
 
     def _check_access(self) -> None:
         if self.insecure and self.token_file is not None:

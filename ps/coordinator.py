@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from protocol.messages import Push, Status
+from protocol.messages import Push, Role, Status
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -23,19 +23,19 @@ from ps.instructions import (
     Take,
 )
 from ps.members import Granted, Identity, Member, Registry, SessionId, name_ranks
+from ps.rounds import OpenRound, may_close, refusals
+from ps.validation import ALL_ROUNDS, ValidatedRounds
 
 MAX_VOID_ROUNDS = 10
 """So many rounds in a row with nothing to apply end the run as diverged."""
-
-MAX_REASONS = 3
-"""Different reasons that one sentence names."""
 
 
 @dataclass(frozen=True)
 class RunPolicy:
     """What a run is, and how long each wait may last (seconds).
 
-    The end waits for so many `evaluators` also when they come late, like a worker's goodbye.
+    The end waits for so many `evaluators` also when they come late, like a worker's goodbye. The start waits for so
+    many `validators`; there is room for `validator_slots` of them, and `validated` says which rounds they judge.
     """
 
     workers: int
@@ -45,6 +45,9 @@ class RunPolicy:
     rejoin_timeout_s: float
     drain_timeout_s: float
     evaluators: int = 0
+    validators: int = 0
+    validator_slots: int = 0
+    validated: ValidatedRounds = ALL_ROUNDS
 
 
 class Phase(StrEnum):
@@ -67,19 +70,6 @@ class _Pending:
     reason: str = ""
 
 
-def may_close(present: frozenset[int], active: frozenset[int]) -> bool:
-    """Say whether a round may close: every rank that has not left on purpose is present (refused ones are)."""
-    return bool(present) and active <= present
-
-
-def _refusals(contributions: tuple[Contribution, ...]) -> str:
-    """Say which ranks were refused and why, the first few reasons only: variable names may be long."""
-    ranks: dict[str, list[int]] = {}
-    for contribution in contributions:
-        ranks.setdefault(contribution.refused, []).append(contribution.rank)
-    return "; ".join(f"{name_ranks(who)}: {why}" for why, who in list(ranks.items())[:MAX_REASONS])
-
-
 @dataclass
 class Coordinator:
     """Decides when rounds close, who is answered, whom we wait for, and how the run ends.
@@ -92,7 +82,8 @@ class Coordinator:
         phase: where the run stands.
         void_rounds: rounds that closed with nothing to apply.
         short_rounds: rounds that closed with fewer usable pushes than there are workers.
-        has_left_early: whether a worker said bye before the last step.
+        predicted_rounds: rounds that were to be validated and closed without waiting longer for a validator.
+        has_left_early: whether a worker or validator said bye before the last step.
         pushes: pushes by rank that arrived in their round.
         duplicates, stale, rejected: pushes by rank that were a repetition, of another step or epoch, not finite.
     """
@@ -106,13 +97,13 @@ class Coordinator:
     phase: Phase = Phase.GATHERING
     void_rounds: int = 0
     short_rounds: int = 0
+    predicted_rounds: int = 0
     has_left_early: bool = False
     pushes: dict[int, int] = field(default_factory=dict)
     duplicates: dict[int, int] = field(default_factory=dict)
     stale: dict[int, int] = field(default_factory=dict)
     rejected: dict[int, int] = field(default_factory=dict)
-    _round: dict[int, Contribution] = field(default_factory=dict)
-    _round_began: float | None = None
+    _round: OpenRound = field(init=False)
     _void_in_a_row: int = 0
     _pending: dict[SessionId, _Pending] = field(default_factory=dict)
     _asked: SessionId | None = None
@@ -120,7 +111,8 @@ class Coordinator:
     _evaluators_seen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.registry = Registry(self.policy.workers)
+        self.registry = Registry(self.policy.workers, self.policy.validator_slots)
+        self._round = self._new_round()
         self._phase_began = self.now
 
     # ---- events: who is there --------------------------------------------------------------------------
@@ -129,7 +121,7 @@ class Coordinator:
         self, session: SessionId, who: Identity, granted: Granted, threads: int, now: float
     ) -> list[Instruction]:
         """A connection has been welcomed under an identity that `registry.claim` granted."""
-        before = self.registry.members.get(granted.rank)
+        before = self.registry.member(who.role, granted.rank)
         returns = before is not None and before.session is None
         member = self.registry.bind(session, who, granted, threads, now)
         if self.phase is Phase.ENDED:
@@ -140,7 +132,7 @@ class Coordinator:
         told: list[Instruction] = [
             Announce(f"{member.label} on {who.host} has {'returned' if returns else 'joined'}")
         ]
-        if self.phase is Phase.GATHERING and not self.registry.missing():
+        if self.phase is Phase.GATHERING and not self.registry.missing() and not self._validators_missing():
             told += self._start(now)
         return told
 
@@ -170,14 +162,19 @@ class Coordinator:
             how = "has left" if on_purpose else f"is lost ({reason})"
             yield Announce(f"{member.label} {how} before the start; waiting for it", warning=True)
             return
+        is_validator = member.role is Role.VALIDATOR
         if not on_purpose:
-            yield Announce(
-                f"{member.label} is lost: {reason}; it may return within {self.policy.rejoin_timeout_s:g} s",
-                warning=True,
+            patience_s = self.policy.round_timeout_s if is_validator else self.policy.rejoin_timeout_s
+            what = (
+                "the next round to validate waits for it, but not longer than"
+                if is_validator
+                else "it may return within"
             )
+            yield Announce(f"{member.label} is lost: {reason}; {what} {patience_s:g} s", warning=True)
             return
         self.has_left_early = True
-        yield Announce(f"{member.label} has left; rounds close without it from now on", warning=True)
+        how = "rounds are judged" if is_validator else "rounds close"
+        yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
         if not self.registry.active():
             yield from self._finish(
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"
@@ -188,16 +185,18 @@ class Coordinator:
     # ---- events: the start -----------------------------------------------------------------------------
 
     def _start(self, now: float) -> list[Instruction]:
-        told: list[Instruction] = [Announce(f"all workers are there: {self.policy.workers}")]
+        judges = len(self.registry.live_validators())
+        also = f", and {judges} to validate" if judges else ""
+        told: list[Instruction] = [Announce(f"all workers are there: {self.policy.workers}{also}")]
         if self.has_values:
             return told + self._run(now)
         self._enter(Phase.INITIALISING, now)
         return told + self._ask_next()
 
     def _ask_next(self) -> list[Instruction]:
-        self._asked = next(
-            (m.session for _, m in sorted(self.registry.members.items()) if m.session is not None), None
-        )
+        workers = [m for _, m in sorted(self.registry.members.items())]
+        candidates = [*self.registry.live_validators(), *workers]
+        self._asked = next((m.session for m in candidates if m.session is not None), None)
         return [] if self._asked is None else [AskInitial(self._asked)]
 
     def may_initialise(self, session: SessionId) -> bool:
@@ -228,13 +227,17 @@ class Coordinator:
         return [*told, *self._answer()]
 
     def _answer(self) -> Iterator[Instruction]:
-        """Answer all whose values are there; a rank that is in the open round gets its values when that closes."""
+        """Answer all whose values are there.
+
+        A rank that is in the open round gets its values when that closes, a validator when a round is validated.
+        """
         if self.phase not in (Phase.RUNNING, Phase.DRAINING):
             return
         for session, pending in list(self._pending.items()):
             member = self.registry.of(session)
-            in_round = member is not None and member.rank in self._round
-            due = self.step >= pending.min_step or self.phase is Phase.DRAINING
+            in_round = member is not None and self._in_round(member)
+            asked = member is None or member.role is Role.WORKER or self._round.validated
+            due = (asked and self.step >= pending.min_step) or self.phase is Phase.DRAINING
             if due and not in_round:
                 del self._pending[session]
                 yield Reply(session, pending.seq, pending.applied, pending.reason)
@@ -244,7 +247,6 @@ class Coordinator:
         member = self.registry.of(session)
         if member is None:
             return Drop(())
-        rank = member.rank
         if push.epoch != self.epoch:
             return self._drop(member, push, self.stale, "the push was computed before the server started anew")
         if push.seq <= member.last_seq:
@@ -254,10 +256,16 @@ class Coordinator:
         if self.phase is not Phase.RUNNING or push.step != self.step:
             reason = f"the push is of step {push.step}, the round is {self.step}"
             return self._drop(member, push, self.stale, reason)
-        if rank in self._round:
-            reason = f"an earlier push of rank {rank} is in round {self.step} already"
+        if member.role is Role.VALIDATOR and not self._round.validated:
+            return self._drop(member, push, self.stale, f"round {self.step} is not one to validate")
+        if self._in_round(member):
+            reason = f"an earlier push of {member.label} is in round {self.step} already"
             return self._drop(member, push, self.duplicates, reason)
-        return Take(rank)
+        return Take(member.rank)
+
+    def _in_round(self, member: Member) -> bool:
+        known = self._round.references if member.role is Role.VALIDATOR else self._round.pushes
+        return member.rank in known
 
     def _drop(self, member: Member, push: Push, counter: dict[int, int], reason: str | None = None) -> Drop:
         """Count a push that is not taken, and answer it as soon as there are values for it.
@@ -289,13 +297,13 @@ class Coordinator:
             now: monotonic seconds.
         """
         member = self.registry.of(session)
-        if (
-            member is None
-            or self.phase is not Phase.RUNNING
-            or push.step != self.step
-            or member.rank in self._round
-        ):
+        if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
+        if self.phase is not Phase.RUNNING or push.step != self.step or self._in_round(member):
+            if member.role is Role.VALIDATOR:  # its round has closed without it
+                reason = f"the push is of step {push.step}, the round is {self.step}"
+                return list(self._drop(member, push, self.stale, reason).then)
+            return []
         refused = ""
         if bad_variable is not None:
             refused = f"the gradient of {bad_variable!r} is not finite"
@@ -309,24 +317,25 @@ class Coordinator:
             told.append(Announce(f"{member.label}: push of step {push.step} refused: {refused}", warning=True))
         self.pushes[member.rank] = self.pushes.get(member.rank, 0) + 1
         member.last_seq, member.last_applied, member.last_reason = push.seq, not refused, refused
-        if not self._round:
-            self._round_began = now
-        self._round[member.rank] = Contribution(
+        contribution = Contribution(
             member.rank, session, push.seq, push.loss, push.accuracy, push.examples, gradient_norm, refused
         )
+        self._round.take(contribution, member.role is Role.VALIDATOR, now)
+        member.excused = False
         self._pending[session] = _Pending(push.seq, applied=not refused, reason=refused)
         return [*told, *self._close_if_complete(now)]
 
     # ---- rounds ----------------------------------------------------------------------------------------
 
     def _close_if_complete(self, now: float) -> Iterator[Instruction]:
-        if not may_close(frozenset(self._round), frozenset(self.registry.active())):
+        awaited = frozenset(m.rank for m in self._awaited_validators())
+        if not may_close(frozenset(self._round.pushes), frozenset(self.registry.active()), awaited):
             return
-        contributions = tuple(self._round[rank] for rank in sorted(self._round))
+        contributions = self._round.contributions()
         usable = sum(not c.refused for c in contributions)
         if usable:
             self._void_in_a_row = 0
-            yield CloseRound(self.step, contributions)
+            yield CloseRound(self.step, contributions, self._round.usable_references())
         else:
             self._void_in_a_row += 1
             self.void_rounds += 1
@@ -334,9 +343,9 @@ class Coordinator:
             yield SkipRound(self.step, contributions)
         self.short_rounds += 0 < usable < self.policy.workers
         self.step += 1
-        self._round, self._round_began = {}, None
+        self._round = self._new_round()
         if self._void_in_a_row >= MAX_VOID_ROUNDS:
-            why = _refusals(contributions)
+            why = refusals(contributions)
             yield from self._finish(
                 Status.DIVERGED, f"{MAX_VOID_ROUNDS} rounds in a row had nothing to apply ({why})"
             )
@@ -347,15 +356,30 @@ class Coordinator:
         if self.phase is Phase.DRAINING:
             yield from self._drained(now)
 
+    def _new_round(self) -> OpenRound:
+        return OpenRound(self.step, self.step in self.policy.validated)
+
+    def _awaited_validators(self) -> list[Member]:
+        """Return the validators whose gradient the open round still waits for."""
+        if not self._round.validated:
+            return []
+        return [
+            m
+            for m in self.registry.validators.values()
+            if not (m.finished or m.excused or m.rank in self._round.references)
+        ]
+
+    def _validators_missing(self) -> bool:
+        return len(self.registry.live_validators()) < self.policy.validators
+
     # ---- time, and the end -----------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: end every wait that has lasted too long."""
         match self.phase:
             case Phase.GATHERING if now - self._phase_began >= self.policy.start_timeout_s:
-                missing = name_ranks(self.registry.missing())
                 reason = (
-                    f"{missing} did not come within {self.policy.start_timeout_s:g} s; "
+                    f"{self._missing_text()} did not come within {self.policy.start_timeout_s:g} s; "
                     "start what is missing, or allow more with --start-timeout"
                 )
                 return list(self._finish(Status.NO_PROGRESS, reason))
@@ -380,34 +404,50 @@ class Coordinator:
             return
 
     def _check_late(self, now: float) -> Iterator[Instruction]:
-        """End the run when a rank that is connected holds the round; one that is lost has a deadline of its own."""
-        if self._round_began is None:
+        """End the run when a rank that is connected holds the round; one that is lost has a deadline of its own.
+
+        A round that only validators hold closes without them.
+        """
+        began = self._round.began
+        if began is None:
             return
         end = now - self.policy.round_timeout_s
         absent = [self.registry.members[rank] for rank in self._absent()]
-        late = [m.rank for m in absent if m.session is not None and max(self._round_began, m.joined_at) <= end]
+        late = [m.rank for m in absent if m.session is not None and max(began, m.joined_at) <= end]
         if late:
             reason = (
                 f"round {self.step} waited {self.policy.round_timeout_s:g} s for {name_ranks(late)}, alive but late"
             )
             yield from self._finish(Status.NO_PROGRESS, reason)
+        elif not absent and began <= end:
+            for validator in self._awaited_validators():
+                validator.excused = True
+                yield Announce(
+                    f"round {self.step} waited {self.policy.round_timeout_s:g} s for {validator.label} and closes "
+                    "without it, as do the next ones until it is back",
+                    warning=True,
+                )
+            self.predicted_rounds += 1
+            yield from self._close_if_complete(now)
 
     def _absent(self) -> list[int]:
-        return [rank for rank in self.registry.active() if rank not in self._round]
+        return [rank for rank in self.registry.active() if rank not in self._round.pushes]
 
     def waiting_for(self, now: float) -> str:
         """Say in words for whom the run waits and since when; empty if for nobody."""
         waited = now - self._phase_began
         match self.phase:
             case Phase.GATHERING:
-                return f"the start waits for {name_ranks(self.registry.missing())} since {waited:.0f} s"
+                return f"the start waits for {self._missing_text()} since {waited:.0f} s"
             case Phase.INITIALISING:
                 return f"the start waits for the initial values of {self._asked_label()} since {waited:.0f} s"
             case Phase.RUNNING:
                 return self._round_waits_for(now)
             case Phase.DRAINING:
                 missing = self.registry.active()
+                judges = self.registry.live_validators()
                 whom = [name_ranks(missing)] if missing else []
+                whom += [validator.label for validator in judges]
                 whom += ["an evaluator"] if self.registry.evaluators or self._evaluator_missing() else []
                 return f"the end waits for the goodbye of {' and of '.join(whom)} since {waited:.0f} s"
         return ""
@@ -415,9 +455,12 @@ class Coordinator:
     def _round_waits_for(self, now: float) -> str:
         absent = self._absent()
         lost_at = {rank: at for rank in absent if (at := self.registry.members[rank].lost_at) is not None}
-        began = self._round_began
+        began = self._round.began
         if began is None and not lost_at:
             return ""
+        if began is not None and not absent:
+            labels = [validator.label for validator in self._awaited_validators()]
+            return f"round {self.step} waits for {' and '.join(labels)} since {now - began:.0f} s"
         since = now - (began if began is not None else min(lost_at.values()))
         whom = absent if began is not None else sorted(lost_at)
         text = f"round {self.step} waits for {name_ranks(whom)} since {since:.0f} s"
@@ -427,12 +470,14 @@ class Coordinator:
         return text
 
     def _drained(self, now: float) -> Iterator[Instruction]:
-        missing = self.registry.active()
+        missing, judges = self.registry.active(), self.registry.live_validators()
         over = now - self._phase_began >= self.policy.drain_timeout_s
-        if (missing or self.registry.evaluators or self._evaluator_missing()) and not over:
+        if (missing or judges or self.registry.evaluators or self._evaluator_missing()) and not over:
             return
         if missing:
             yield Announce(f"{name_ranks(missing)} did not take leave after the last step", warning=True)
+        for validator in judges:
+            yield Announce(f"{validator.label} did not take leave after the last step", warning=True)
         if self.registry.evaluators:
             yield Announce("an evaluator did not take leave after the last step", warning=True)
         if self._evaluator_missing():
@@ -441,6 +486,12 @@ class Coordinator:
 
     def _evaluator_missing(self) -> bool:
         return len(self._evaluators_seen) < self.policy.evaluators
+
+    def _missing_text(self) -> str:
+        missing = self.registry.missing()
+        short = self.policy.validators - len(self.registry.live_validators())
+        judges = ["a validator" if short == 1 else f"{short} validators"] if short > 0 else []
+        return " and ".join([*([name_ranks(missing)] if missing else []), *judges])
 
     def _asked_label(self) -> str:
         member = None if self._asked is None else self.registry.of(self._asked)

@@ -29,10 +29,14 @@ class AskInitial:
 
 @dataclass(frozen=True)
 class CloseRound:
-    """Turn the contributions (rank order, refused ones included) into one and make values(step + 1)."""
+    """Turn the contributions (rank order, refused ones included) into one and make values(step + 1).
+
+    `references` are the numbers of the validators whose gradient at this step is in its slot, ascending.
+    """
 
     step: int
     contributions: tuple[Contribution, ...]
+    references: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ Instruction = AskInitial | CloseRound | SkipRound | Reply | Announce | Finish
 
 @dataclass(frozen=True)
 class Take:
-    """Receive the push's payload into the slot of this rank."""
+    """Receive the push's payload into the slot of this rank, or of the validator of this number."""
 
     rank: int
 

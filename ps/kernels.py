@@ -37,7 +37,7 @@ UpdateKernel = Callable[
 """Signature of all updates: every array has the dtype of the run and is C contiguous and writeable."""
 
 
-def _compiled(*fastmath: str, cached: bool = True) -> Callable[[_Function], _Function]:
+def compiled(*fastmath: str, cached: bool = True) -> Callable[[_Function], _Function]:
     """Compile lazily, for each dtype; fall back to no cache on disk where none can be written.
 
     What only other kernels call is not `cached`: their entries contain it.
@@ -53,7 +53,7 @@ def _compiled(*fastmath: str, cached: bool = True) -> Callable[[_Function], _Fun
     return decorate
 
 
-@_compiled(cached=False)
+@compiled(cached=False)
 def _sum_block(
     rows: NDArray[Any],
     first: int,
@@ -103,14 +103,14 @@ def _sum_block(
         done += 1
 
 
-@_compiled(cached=False)
+@compiled(cached=False)
 def _average_block(average: NDArray[Any], new: NDArray[Any], rate: Any) -> None:
     """Move `average` towards `new` by `rate`."""
     for i in range(new.size):
         average[i] += rate * (new[i] - average[i])
 
 
-@_compiled()
+@compiled()
 def _adam(
     rows: NDArray[Any],
     column: int,
@@ -145,7 +145,7 @@ def _adam(
             _average_block(average[begin:end], after, scalars[0])
 
 
-@_compiled()
+@compiled()
 def _sgd(
     rows: NDArray[Any],
     column: int,
@@ -174,7 +174,7 @@ def _sgd(
             _average_block(average[begin:end], after, scalars[0])
 
 
-@_compiled()
+@compiled()
 def _momentum(
     rows: NDArray[Any],
     column: int,
@@ -211,7 +211,7 @@ UPDATES: Mapping[str, UpdateKernel] = {"adam": _adam, "sgd": _sgd, "momentum": _
 """The kernels by the names that `ps.optimizers` gives them."""
 
 
-@_compiled()
+@compiled()
 def add_weighted(
     rows: NDArray[Any],
     column: int,
@@ -234,7 +234,7 @@ def add_weighted(
             after[i] = before[i] + total[i]
 
 
-@_compiled("reassoc", "contract")
+@compiled("reassoc", "contract")
 def sum_of_squares(values: NDArray[Any]) -> float:
     """Return the float64 sum of squares of float32 or float64 `values` [n], contiguous.
 
@@ -247,7 +247,7 @@ def sum_of_squares(values: NDArray[Any]) -> float:
     return total
 
 
-@_compiled()
+@compiled()
 def weighted_sum_of_squares(
     rows: NDArray[Any],
     column: int,
@@ -270,7 +270,7 @@ def weighted_sum_of_squares(
     return squares
 
 
-@_compiled()
+@compiled()
 def zero_ranges(row: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
     """Zero the bytes `[starts[k], ends[k])` of `row`, for all k."""
     for k in range(starts.size):
@@ -296,6 +296,11 @@ def warm_up(update: str, dtypes: Iterable[str] = ("float32",)) -> None:
             (add_weighted, (*summands, flat, flat, 0, 0)),
             (UPDATES[update], (*summands, flat, flat, np.empty((2, 0), dtype), flat, np.zeros(8, dtype), 0, 0)),
         ]
+    load(calls)
+
+
+def load(calls: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """Make each call, so that its kernel is loaded from numba's cache, or compiled and kept there if possible."""
     for kernel, arguments in calls:
         try:
             kernel(*arguments)

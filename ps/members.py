@@ -19,7 +19,7 @@ class Identity:
         name: as given by the user, or empty.
         host: the client's host name.
         rank: as given, or `AUTO_RANK`.
-        role: worker or evaluator.
+        role: worker, validator or evaluator.
         incarnation: one start of the client's process.
     """
 
@@ -34,6 +34,8 @@ class Identity:
 class Member:
     """One rank and what the server remembers of it, whether or not it is connected now.
 
+    Validators are members too: theirs are the numbers above those of the workers.
+
     Attributes:
         session: the connection that speaks for it, or None.
         joined_at: when the last one that did was bound (monotonic seconds).
@@ -43,6 +45,8 @@ class Member:
         lost_at: when its connection ended, or None while it has one (monotonic seconds).
         finished: it said bye before the end of the run.
         threads: recorded when the rank first joined; the same for all its incarnations.
+        role: worker or validator.
+        excused: a round closed without this validator; it is waited for again once it pushes in time, or returns.
     """
 
     rank: int
@@ -58,11 +62,13 @@ class Member:
     lost_at: float | None = None
     lost_reason: str = ""
     finished: bool = False
+    role: Role = Role.WORKER
+    excused: bool = False
 
     @property
     def label(self) -> str:
-        """Return `rank 1 (name)`, for messages."""
-        return f"rank {self.rank} ({self.name})"
+        """Return `rank 1 (name)` or `validator name`, for messages."""
+        return f"rank {self.rank} ({self.name})" if self.role is Role.WORKER else f"validator {self.name}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,15 @@ class Registry:
 
     Attributes:
         workers: number of ranks.
+        validator_slots: how many validators there is room for; their numbers follow the workers'.
+        members: the workers, by rank.
+        validators: by number.
     """
 
     workers: int
+    validator_slots: int = 0
     members: dict[int, Member] = field(default_factory=dict)
+    validators: dict[int, Member] = field(default_factory=dict)
     evaluators: dict[SessionId, Identity] = field(default_factory=dict)
     _speakers: dict[SessionId, Member] = field(default_factory=dict)
 
@@ -115,6 +126,8 @@ class Registry:
         if who.role is Role.EVALUATOR:
             same = next((s for s, other in self.evaluators.items() if other.incarnation == who.incarnation), None)
             return Granted(AUTO_RANK, who.name or f"{who.host}:evaluator", same)
+        if who.role is Role.VALIDATOR:
+            return self._claim_validator(who)
         if who.rank >= self.workers:
             return Denied(
                 RefusalCode.RANK_RANGE,
@@ -130,7 +143,22 @@ class Registry:
             return Denied(
                 RefusalCode.RANK_TAKEN, f"the name {name!r} belongs to {namesake.label}; give another --name"
             )
-        holder = self.members.get(rank)
+        return self._judge(who, rank, name, self.members.get(rank))
+
+    def _claim_validator(self, who: Identity) -> Claim:
+        numbers = range(self.workers, self.workers + self.validator_slots)
+        if not numbers:
+            return Denied(
+                RefusalCode.FULL, "this run has no use for a validator: its aggregation rule asks for none"
+            )
+        name = who.name or f"{who.host}:validator"[-MAX_NAME_CHARACTERS:]
+        known = [m.rank for m in self.validators.values() if m.incarnation == who.incarnation or m.name == name]
+        free = [n for n in numbers if n not in self.validators or self.validators[n].session is None]
+        number = next(iter([*known, *free, *numbers]))
+        return self._judge(who, number, name, self.validators.get(number))
+
+    @staticmethod
+    def _judge(who: Identity, rank: int, name: str, holder: Member | None) -> Claim:
         if holder is None or holder.session is None:
             return Granted(rank, name)
         if holder.incarnation == who.incarnation:
@@ -155,15 +183,16 @@ class Registry:
         if who.role is Role.EVALUATOR:
             self.evaluators[session] = who
             return None
-        member = self.members.get(granted.rank)
+        known = self.validators if who.role is Role.VALIDATOR else self.members
+        member = known.get(granted.rank)
         if member is None:
-            member = Member(granted.rank, granted.name, who.host, who.incarnation, threads)
-            self.members[granted.rank] = member
+            member = Member(granted.rank, granted.name, who.host, who.incarnation, threads, role=who.role)
+            known[granted.rank] = member
         elif member.incarnation != who.incarnation:
             member.name, member.host, member.incarnation = granted.name, who.host, who.incarnation
             member.last_seq, member.last_applied, member.last_reason = 0, False, ""
         member.session, member.joined_at, member.finished = session, now, False
-        member.lost_at, member.lost_reason = None, ""
+        member.lost_at, member.lost_reason, member.excused = None, "", False
         self._speakers[session] = member
         return member
 
@@ -178,6 +207,14 @@ class Registry:
     def of(self, session: SessionId) -> Member | None:
         """Return the member for which a connection speaks."""
         return self._speakers.get(session)
+
+    def member(self, role: Role, rank: int) -> Member | None:
+        """Return what is known of a worker's rank, or of a validator's number."""
+        return (self.validators if role is Role.VALIDATOR else self.members).get(rank)
+
+    def live_validators(self) -> list[Member]:
+        """Return the validators that a connection speaks for, in the order of their numbers."""
+        return [m for _, m in sorted(self.validators.items()) if m.session is not None]
 
     def missing(self) -> list[int]:
         """Return the ranks that no connection speaks for and that have not left on purpose, ascending."""

@@ -104,7 +104,9 @@ class Metrics:
     def determinism(self, coordinator: Coordinator) -> tuple[bool, str | None]:
         """Say whether the same seed gives the same bits again, and if not, why."""
         if coordinator.has_left_early:
-            return False, "a worker left before the last step, when it chose to"
+            return False, "a worker or validator left before the last step, when it chose to"
+        if coordinator.predicted_rounds:
+            return False, f"{coordinator.predicted_rounds} rounds closed after waiting in vain for a validator"
         return True, None
 
 

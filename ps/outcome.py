@@ -1,16 +1,20 @@
 """What a run leaves behind: its directory, the port file, the exported values, the summary."""
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from protocol.errors import CheckpointError, ConfigurationError
+
+logger = logging.getLogger("weighmaster.ps")
 
 
 def make_run_directory(path: Path) -> None:
@@ -89,6 +93,48 @@ def _write_result(path: Path, content: Callable[[], bytes]) -> None:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} cannot be written: {reason}") from error
+
+
+class RoundLog:
+    """A line of JSON for each closed round, appended to a file; if it cannot be written, that is said once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._broken = False
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line; it is in the file after the next `flush`."""
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        self._broken, file, self._file = True, self._file, None
+        logger.warning("%s cannot be written (%s): the run goes on without it", self._path, error.strerror)
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def load_initial_values(path: Path) -> dict[str, NDArray[Any]]:

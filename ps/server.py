@@ -6,7 +6,7 @@ All state is behind one lock. `_update` is the one place where the weights are u
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -20,12 +20,12 @@ from protocol.errors import (
     Refused,
     WeighmasterError,
 )
-from protocol.messages import Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
+from protocol.messages import AUTO_RANK, Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
 from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
 from protocol.transport import Address, Channel, Listener
-from ps.aggregation import Mean, MeanOver, RoundView, clip_factors
-from ps.build import make_schedule, make_store, policy_of
+from ps.build import make_rule, make_schedule, make_store, policy_of
+from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser, line_of
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator, Phase
@@ -33,7 +33,6 @@ from ps.instructions import (
     Announce,
     AskInitial,
     CloseRound,
-    Contribution,
     Drop,
     Finish,
     Instruction,
@@ -43,6 +42,7 @@ from ps.instructions import (
 )
 from ps.members import Claim, Granted, Identity
 from ps.metrics import Metrics, TestResult
+from ps.outcome import RoundLog
 from ps.session import Session
 from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
 
@@ -92,14 +92,15 @@ class ParameterServer:
         self.grants = tuple(grants)
         self._console = console
         self._initial_values = initial_values
-        self._rule = Mean(MeanOver(config.mean_over))
-        self._schedule = make_schedule(config)
+        self._closer = RoundCloser(make_rule(config), make_schedule(config), config.clip_worker_norm)
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._coordinator = Coordinator(
             policy_of(config), epoch, self._began, has_values=initial_values is not None
         )
         self._metrics = Metrics()
+        self._round_log = RoundLog(config.run_dir / "rounds.jsonl")
+        self._fell_back = False
         self._store: Store | None = None
         self._receivers: tuple[Receiver, ...] = ()
         self._sessions: dict[int, Session] = {}
@@ -157,6 +158,7 @@ class ParameterServer:
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
             self._carry_out(self._coordinator.tick(now))
+            self._round_log.flush()
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
             self._say_whom_we_wait_for(now)
@@ -223,6 +225,7 @@ class ParameterServer:
             session.link.abort()
         for session in sessions:
             session.join()
+        self._round_log.close()
         if self._store is not None:
             self._store.close()
 
@@ -286,7 +289,8 @@ class ParameterServer:
         with self._lock:
             if self._store is None:
                 self._store = self._make_store(manifest)
-                self._receivers = tuple(self._store.receiver(slot) for slot in range(self.config.workers))
+                slots = self.config.workers + self.config.validator_slots
+                self._receivers = tuple(self._store.receiver(slot) for slot in range(slots))
                 return self._store.layout
         try:
             self._store.layout.manifest.check_same_variables(manifest, "the server", "the worker")
@@ -319,15 +323,15 @@ class ParameterServer:
             again = self._coordinator.registry.claim(who)
             if not isinstance(again, Granted) or again.replaces is not None:
                 return None
-            known = self._coordinator.registry.members.get(granted.rank)
-            threads = known.threads if known is not None and who.role is Role.WORKER else offer.threads
+            known = self._coordinator.registry.member(who.role, granted.rank)
+            threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
             told = self._coordinator.joined(session.number, who, again, threads, time.monotonic())
             assert self._store is not None
             welcome = Welcome(
                 epoch=self.epoch,
                 step=self._coordinator.step,
                 steps=self.config.steps,
-                rank=again.rank,
+                rank=again.rank if who.role is Role.WORKER else AUTO_RANK,
                 name=again.name,
                 seed=self.config.seed,
                 threads=threads,
@@ -360,6 +364,8 @@ class ParameterServer:
         with self._lock:
             match self._coordinator.push_begins(session.number, push):
                 case Take(rank):
+                    if rank >= self.config.workers:
+                        self._closer.reference_arrives(rank)
                     receiver = self._receivers[rank]
                     receiver.restart()
                     return receiver
@@ -431,15 +437,15 @@ class ParameterServer:
             self._carry_out(instructions)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        closed: list[tuple[tuple[Contribution, ...], Mapping[int, float]]] = []
+        rounds: list[tuple[CloseRound | SkipRound, Closed]] = []
         for instruction in instructions:
             match instruction:
-                case CloseRound(contributions=contributions):
-                    closed.append((contributions, self._update(instruction)))
-                case SkipRound(contributions=contributions):
+                case CloseRound():
+                    rounds.append((instruction, self._update(instruction)))
+                case SkipRound():
                     assert self._store is not None
                     self._store.skip()
-                    closed.append((contributions, {}))
+                    rounds.append((instruction, Closed()))
                 case Reply(session=number) | AskInitial(session=number):
                     session = self._sessions.get(number)
                     if session is not None:
@@ -452,30 +458,26 @@ class ParameterServer:
                         for session in self._sessions.values():
                             session.post(instruction)
                     self._ended.set()
-        for contributions, weights in closed:  # after the replies: nobody waits for bookkeeping
-            self._metrics.round_closed(contributions, weights, time.monotonic())
+        for closing, closed in rounds:  # after the replies: nobody waits for what is learned and written down
+            self._after_round(closing, closed)
 
-    def _update(self, closing: CloseRound) -> Mapping[int, float]:
-        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated.
-
-        Returns:
-            The weight of each rank that counted.
-        """
+    def _update(self, closing: CloseRound) -> Closed:
+        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
         assert self._store is not None
-        everyone = closing.contributions
-        view = RoundView(
-            step=closing.step,
-            ranks=tuple(c.rank for c in everyone),
-            usable=tuple(not c.refused for c in everyone),
-            examples=tuple(c.examples for c in everyone),
-            norms=tuple(c.gradient_norm for c in everyone),
-            losses=tuple(float("nan") if c.loss is None else c.loss for c in everyone),
-        )
-        shares = self._rule(view).tolist()
-        weights = {rank: share for rank, share in zip(view.ranks, shares, strict=True) if share > 0}
-        factors = None
-        if self.config.clip_worker_norm is not None:
-            norms = [norm for rank, norm in zip(view.ranks, view.norms, strict=True) if rank in weights]
-            factors = list(clip_factors(norms, self.config.clip_worker_norm))
-        self._store.apply(tuple(weights), tuple(weights.values()), factors, self._schedule(closing.step))
-        return weights
+        return self._closer.close(self._store, closing, [self._name_of(c.rank) for c in closing.contributions])
+
+    def _name_of(self, rank: int) -> str:
+        return self._coordinator.registry.members[rank].name
+
+    def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
+        self._metrics.round_closed(closing.contributions, closed.weights, time.monotonic())
+        self._closer.learn()
+        self._round_log.write(line_of(closing.step, closing.contributions, closed))
+        if self._closer.unapplied >= MAX_UNAPPLIED:
+            self.stop(
+                Status.DIVERGED,
+                f"the rule {self.config.aggregation} found no gradient to apply in {MAX_UNAPPLIED} rounds in a row",
+            )
+        if closed.decision is not None and closed.decision.fallback and not self._fell_back:
+            self._fell_back = True
+            logger.warning("round %d: %s; said once", closing.step, closed.decision.fallback)

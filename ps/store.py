@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,21 @@ from numpy.typing import NDArray
 from protocol.arena import aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, numpy_dtype
-from ps import kernels
+from ps import kernels, reductions
 from ps.optimizers import Optimizer
 from ps.receiver import COMPUTED, PushCheck, Receiver, first_not_finite, plan_blocks
+from ps.runs import (
+    Place,
+    TrainableRun,
+    Weighted,
+    delta_calls,
+    gram_calls,
+    piece_count,
+    projection_calls,
+    square_calls,
+    trim_calls,
+    update_calls,
+)
 from ps.thread_team import ThreadTeam, pieces
 from ps.versions import VERSIONS, Hold, Version, Versions
 
@@ -50,6 +61,8 @@ class StoreConfig:
         clip_norm: largest Euclidean norm of the weighted sum of trainable gradients; None for no limit.
         ema_decay: `average <- decay average + (1 - decay) value` at each update; None for no average.
         release_timeout_s: seconds that an update waits for a version to be released.
+        references: rows of the slab after the slots, for gradients that are compared with and never applied.
+        reductions: whether inner products or trimmed means will be asked for: their loops are loaded at once.
     """
 
     optimizer: Optimizer
@@ -58,51 +71,28 @@ class StoreConfig:
     clip_norm: float | None = None
     ema_decay: float | None = None
     release_timeout_s: float = 60.0
+    references: int = 0
+    reductions: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.threads < 1:
             raise ConfigurationError(
                 f"a store needs a slot and a thread at least, not {self.slots} slots and {self.threads} threads"
             )
+        if self.references < 0:
+            raise ConfigurationError(f"a store cannot have {self.references} rows for references")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"the norm to clip at must be finite and above 0, not {self.clip_norm}")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ConfigurationError(f"the EMA decay must be at least 0 and below 1, not {self.ema_decay}")
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a kernel finds a run, made once: a round that many wait for should not build views.
-
-    Attributes:
-        run: the run.
-        rows: the slab in the dtype of the run, [slots, payload elements].
-        column: of the slab, where the run begins.
-        values: the run in each of the version buffers, [n] each.
-        pieces: element ranges that threads may share.
-    """
-
-    run: Run
-    rows: NDArray[Any]
-    column: int
-    values: tuple[NDArray[Any], ...]
-    pieces: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _TrainableRun(_Place):
-    """A run with what the optimizer keeps for it: moments [m, n], and the moving average [n], or [0]."""
-
-    moments: NDArray[Any]
-    average: NDArray[Any]
-
-
 class Store:
     """Values, moments and gradients of one layout.
 
     `hold`, its release, `current`, `evaluation_values` and `export` may be called from any thread, each `Receiver`
-    from the thread that receives; `initialise`, `apply` and `skip` from one thread at a time. A slot must not be
-    received into while `apply` uses it.
+    from the thread that receives; all else from one thread at a time. A row of the slab must not be received into
+    while it is applied or measured. Rows are numbered: the slots from 0, then the references.
 
     Raises:
         ConfigurationError: a variable has a dtype that cannot be computed in.
@@ -114,9 +104,12 @@ class Store:
         self.config = config
         optimizer = config.optimizer
         kernels.warm_up(optimizer.kernel, sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
+        if config.reductions:
+            reductions.warm_up(sorted({run.dtype for run in layout.runs_of(Kind.TRAINABLE)}))
         self._blocks = plan_blocks(layout)
+        rows = config.slots + config.references
         # Uninitialised on purpose: a row that is never received into costs no memory.
-        self._slab = aligned_empty(config.slots * layout.payload_bytes).reshape(config.slots, -1)
+        self._slab = aligned_empty(rows * layout.payload_bytes).reshape(rows, -1)
         self._versions = Versions(layout, config.release_timeout_s)
         self._trainable = tuple(self._trainable_run(run) for run in layout.runs_of(Kind.TRAINABLE))
         self._state = tuple(self._place(run) for run in layout.runs_of(Kind.STATE))
@@ -129,12 +122,13 @@ class Store:
     def memory_bytes(layout: Layout, config: StoreConfig) -> int:
         """Return the bytes of all arrays of a store: known, and to be printed, before anything is allocated.
 
-        That is the slots, three versions, the optimizer's moments and the moving average. Rows of the slab that
-        are never received into are counted and cost nothing.
+        That is the slots and references, three versions, the optimizer's moments and the moving average. Rows of
+        the slab that are never received into are counted and cost nothing.
         """
         trainable = sum(run.end - run.start for run in layout.runs_of(Kind.TRAINABLE))
         per_trainable = len(config.optimizer.moments) + (config.ema_decay is not None)
-        return config.slots * layout.payload_bytes + VERSIONS * layout.values_bytes + per_trainable * trainable
+        rows = config.slots + config.references
+        return rows * layout.payload_bytes + VERSIONS * layout.values_bytes + per_trainable * trainable
 
     @staticmethod
     def check_supported(manifest: Manifest) -> None:
@@ -150,9 +144,9 @@ class Store:
                     f"keep the variable in float32 and cast it where it is used"
                 )
 
-    def _place(self, run: Run) -> _Place:
+    def _place(self, run: Run) -> Place:
         dtype = numpy_dtype(run.dtype)
-        return _Place(
+        return Place(
             run=run,
             rows=self._slab.view(dtype),
             column=run.start // dtype.itemsize,
@@ -160,20 +154,20 @@ class Store:
             pieces=tuple(pieces((run.end - run.start) // dtype.itemsize)),
         )
 
-    def _trainable_run(self, run: Run) -> _TrainableRun:
+    def _trainable_run(self, run: Run) -> TrainableRun:
         size = run.end - run.start
         moments = _zeros(len(self.config.optimizer.moments) * size)
         average = _zeros(size if self.config.ema_decay is not None else 0)
         shape = (len(self.config.optimizer.moments), size // ITEM_BYTES[run.dtype])
         place = self._place(run)
-        return _TrainableRun(
+        return TrainableRun(
             **vars(place), moments=moments.view(run.dtype).reshape(shape), average=average.view(run.dtype)
         )
 
     # ---- gradients in ----------------------------------------------------------------------------------
 
     def receiver(self, slot: int) -> Receiver:
-        """Return a receiver for a row of the slab; make one per slot and `restart` it for each push."""
+        """Return a receiver for a row of the slab; make one per row and `restart` it for each push."""
         return Receiver(self._slab[slot], self.layout, self._blocks)
 
     # ---- versions out ----------------------------------------------------------------------------------
@@ -200,6 +194,81 @@ class Store:
     def first_not_finite(self) -> str | None:
         """Return the first floating variable whose current value is NaN or infinite somewhere, or None."""
         return first_not_finite(self._versions.arenas[self._versions.current()[0]].buffer, self.layout)
+
+    # ---- how gradients lie to each other ---------------------------------------------------------------
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether there is a first moment to measure against: the optimizer keeps one, and has made an update."""
+        return bool(self.config.optimizer.moments) and self._updates > 0
+
+    def inner_products(
+        self, slots: Sequence[int], references: Sequence[int] = (), with_momentum: bool = False
+    ) -> NDArray[np.float64]:
+        """Return the inner products of all pairs of gradients, over the trainable variables.
+
+        They are sums in float64, the same bits for any number of threads. Time: one pass over the rows, and n^2 / 2
+        products of each parameter, which hide behind the memory up to about six rows.
+
+        Args:
+            slots: rows that hold usable gradients, in rank order.
+            references: rows that hold gradients to compare with.
+            with_momentum: compare with the optimizer's first moment too.
+
+        Returns:
+            float64 [n, n], symmetric: slots, references, moment, in this order.
+
+        Raises:
+            LocalProtocolError: a row does not exist, or the optimizer keeps no moment.
+        """
+        rows = self._rows((*slots, *references), with_momentum)
+        count = rows.size + with_momentum
+        parts = np.zeros((piece_count(self._trainable), count, count))
+        self._team.run(gram_calls(self._trainable, rows, with_momentum, parts), self._elements)
+        upper: NDArray[np.float64] = parts.sum(axis=0)
+        return upper + np.triu(upper, 1).T
+
+    def projections(
+        self,
+        slots: Sequence[int],
+        coefficients: Sequence[float],
+        references: Sequence[int] = (),
+        with_momentum: bool = False,
+    ) -> NDArray[np.float64]:
+        """Return the inner products of all gradients with a few vectors: linear in their number.
+
+        The few are the references, the moment, and the total: the sum of coefficient times gradient, which is
+        formed in float64 and nowhere kept. Time: one pass over the rows.
+
+        Args:
+            slots: rows that hold usable gradients, in rank order.
+            coefficients: of the total, one per slot.
+            references: rows that hold gradients to compare with.
+            with_momentum: compare with the optimizer's first moment too.
+
+        Returns:
+            float64 [n + 1, k + 1]: slots, references, moment, total (rows); references, moment, total (columns).
+
+        Raises:
+            LocalProtocolError: a row does not exist, the optimizer keeps no moment, or the lengths differ.
+        """
+        if len(slots) != len(coefficients):
+            raise LocalProtocolError("a total needs one coefficient for each slot")
+        rows = self._rows((*slots, *references), with_momentum)
+        few = len(references) + with_momentum
+        parts = np.zeros((piece_count(self._trainable), len(slots) + few + 1, few + 1))
+        counts = np.array(coefficients, np.float64)
+        self._team.run(projection_calls(self._trainable, rows, with_momentum, counts, parts), self._elements)
+        return np.asarray(parts.sum(axis=0))
+
+    def _rows(self, rows: Sequence[int], with_momentum: bool = False) -> NDArray[np.int64]:
+        """Check what is handed to loops that check nothing."""
+        if with_momentum and not self.config.optimizer.moments:
+            raise LocalProtocolError("this optimizer keeps no first moment to compare with")
+        bad = [row for row in rows if not 0 <= row < self._slab.shape[0]]
+        if bad:
+            raise LocalProtocolError(f"the store has {self._slab.shape[0]} rows, and none of number {bad[0]}")
+        return np.array(rows, np.int64)
 
     # ---- rounds ----------------------------------------------------------------------------------------
 
@@ -271,75 +340,53 @@ class Store:
         with self._writing:
             old, version = self._versions.current()
             target = self._versions.reserve()
-            if self.config.clip_norm is not None:
-                norm = self._aggregate_norm(slots, clipped)
-                scale = min(1.0, self.config.clip_norm / norm) if norm else 1.0
-                clipped = [weight * scale for weight in clipped]
-            calls = self._update_calls(slots, clipped, learning_rate, old, target)
-            calls += self._state_calls(slots, weights, old, target)
-            self._team.run(calls, self._elements)
-            self._updates += 1
-            return self._versions.publish(target, version.step + 1)
+            return self._close((slots, clipped), (slots, weights), learning_rate, (old, target), version.step + 1)
 
-    def _summands(
-        self, place: _Place, slots: Sequence[int], weights: Sequence[float]
-    ) -> tuple[NDArray[Any], int, NDArray[np.int64], NDArray[Any]]:
-        """Return the first four arguments of a kernel over a run, without what weighs nothing."""
-        counted = [(slot, weight) for slot, weight in zip(slots, weights, strict=True) if weight]
-        return (
-            place.rows,
-            place.column,
-            np.array([slot for slot, _ in counted], np.int64),
-            np.array([weight for _, weight in counted], place.run.dtype),
-        )
+    def apply_trimmed(self, slots: Sequence[int], trim: int, learning_rate: float) -> Version:
+        """Close a round with the trimmed mean of each coordinate in place of a weighted sum.
 
-    def _aggregate_norm(self, slots: Sequence[int], weights: Sequence[float]) -> float:
-        squares: list[list[float]] = []
-        calls: list[Callable[[], None]] = []
+        Of each coordinate of a trainable variable the `trim` smallest and the `trim` largest values are dropped
+        and the others averaged; the result is scaled down to `clip_norm` and updates the variable. Floating state
+        gets the mean of all deltas, other state is copied from the first slot. The gradient in the first slot is
+        overwritten, so no memory is needed. The order of the slots does not matter.
 
-        def add(square: list[float], *arguments: Any) -> None:
-            square.append(kernels.weighted_sum_of_squares(*arguments))
+        Args:
+            slots: rows whose gradients count, in rank order; refused ones are left out.
+            trim: at least 0; 2 trim is less than the number of slots.
+            learning_rate: of this round.
 
-        for trainable in self._trainable:
-            summands = self._summands(trainable, slots, weights)
-            for start, stop in trainable.pieces:
-                squares.append([])
-                calls.append(partial(add, squares[-1], *summands, start, stop))
-        self._team.run(calls, self._elements)
-        return math.sqrt(sum(square[0] for square in squares))
+        Raises:
+            NoProgress: no buffer became free in `release_timeout_s`.
+            LocalProtocolError: the trim leaves no value.
+        """
+        if not 0 <= 2 * trim < len(slots):
+            raise LocalProtocolError(f"{trim} values cannot be trimmed at each end of {len(slots)}")
+        rows = self._rows(slots)
+        with self._writing:
+            old, version = self._versions.current()
+            target = self._versions.reserve()
+            self._team.run(trim_calls(self._trainable, rows, trim), self._elements)
+            everyone = (slots, [1 / rows.size] * rows.size)
+            return self._close((slots[:1], [1.0]), everyone, learning_rate, (old, target), version.step + 1)
 
-    def _update_calls(
-        self, slots: Sequence[int], weights: Sequence[float], learning_rate: float, old: int, new: int
-    ) -> list[Callable[[], None]]:
+    def _close(
+        self, gradients: Weighted, deltas: Weighted, learning_rate: float, buffers: tuple[int, int], step: int
+    ) -> Version:
+        """Make version `step` in the second of the buffers, out of the first and what is weighted."""
+        if self.config.clip_norm is not None:
+            squares = np.zeros(piece_count(self._trainable))
+            self._team.run(square_calls(self._trainable, gradients, squares), self._elements)
+            norm = math.sqrt(sum(squares.tolist()))
+            scale = min(1.0, self.config.clip_norm / norm) if norm else 1.0
+            gradients = (gradients[0], [weight * scale for weight in gradients[1]])
         optimizer = self.config.optimizer
-        kernel = kernels.UPDATES[optimizer.kernel]
         rate = 0.0 if self.config.ema_decay is None else 1 - self.config.ema_decay
         scalars = (rate, *optimizer.scalars(self._updates + 1, learning_rate))
-        calls: list[Callable[[], None]] = []
-        for trainable in self._trainable:
-            arguments = (
-                *self._summands(trainable, slots, weights),
-                trainable.values[old],
-                trainable.values[new],
-                trainable.moments,
-                trainable.average,
-                np.array(scalars, trainable.run.dtype),
-            )
-            calls += [partial(kernel, *arguments, start, stop) for start, stop in trainable.pieces]
-        return calls
-
-    def _state_calls(
-        self, slots: Sequence[int], weights: Sequence[float], old: int, new: int
-    ) -> list[Callable[[], None]]:
-        calls: list[Callable[[], None]] = []
-        for place in self._state:
-            if place.run.dtype in COMPUTED:
-                arguments = (*self._summands(place, slots, weights), place.values[old], place.values[new])
-                calls += [partial(kernels.add_weighted, *arguments, start, stop) for start, stop in place.pieces]
-            else:
-                source = place.rows[slots[0], place.column : place.column + place.values[new].size]
-                calls.append(partial(np.copyto, place.values[new], source))
-        return calls
+        calls = update_calls(optimizer.kernel, self._trainable, gradients, scalars, buffers)
+        calls += delta_calls(self._state, deltas, buffers)
+        self._team.run(calls, self._elements)
+        self._updates += 1
+        return self._versions.publish(buffers[1], step)
 
     # ---- what evaluation, export and checkpoints read --------------------------------------------------
 
@@ -375,7 +422,7 @@ class Store:
             arrays["average"] = self._named(lambda trainable: trainable.average)
         return arrays
 
-    def _named(self, array_of: Callable[[_TrainableRun], NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def _named(self, array_of: Callable[[TrainableRun], NDArray[Any]]) -> dict[str, NDArray[Any]]:
         named: dict[str, NDArray[Any]] = {}
         for trainable in self._trainable:
             raw = array_of(trainable).view(np.uint8)

@@ -1,10 +1,11 @@
-"""A worker without TensorFlow that pushes the constant rank + 1; exit codes and sentences are those of ours.
+"""A worker or validator without TensorFlow that pushes a constant (rank + 1); exit codes and sentences are those of ours.
 
 Run by the tests of this folder: python light_worker.py HOST:PORT [options]. Each event is a line of JSON or text.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,11 +23,14 @@ def main() -> int:
     parser.add_argument("address")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--name", default="")
+    parser.add_argument("--role", default="worker")
+    parser.add_argument("--gradient", type=float, help="what to push instead of rank + 1")
     parser.add_argument("--token")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--variables", type=json.loads, default={"w": [3]}, help="JSON object, name -> shape")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--loss", type=float, default=1.0)
+    parser.add_argument("--die-after", type=int, help="end at once, without a word, after so many pushes")
     parser.add_argument("--linger", type=Path, help="when done, hold the connection until this file is there")
     parser.add_argument("--connect-timeout", type=float, default=60.0)
     parser.add_argument("--reconnect-timeout", type=float, default=60.0)
@@ -45,6 +49,7 @@ def train(options: argparse.Namespace) -> None:
         {name: np.zeros(shape, options.dtype) for name, shape in options.variables.items()},
         rank=options.rank,
         name=options.name,
+        role=options.role,
         token=options.token,
         seed=options.seed,
         connect_timeout=options.connect_timeout,
@@ -56,9 +61,12 @@ def train(options: argparse.Namespace) -> None:
         say(f"pulled step {update.step}")
         pushed = 0
         while not update.done:
-            gradients = {name: np.full_like(value, server.rank + 1) for name, value in update.values.items()}
+            constant = server.rank + 1 if options.gradient is None else options.gradient
+            gradients = {name: np.full_like(value, constant) for name, value in update.values.items()}
             update = server.push(gradients, loss=options.loss, examples=1)
             pushed += 1
+            if pushed == options.die_after:
+                os._exit(1)
         say(f"done at step {update.step} after {pushed} pushes")
         say(json.dumps({name: value.ravel()[:3].tolist() for name, value in update.values.items()}))
         while options.linger and not options.linger.exists():

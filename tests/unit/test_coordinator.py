@@ -8,9 +8,12 @@ import pytest
 
 from protocol.messages import Push, Role, Status
 from ps import coordinator, members
-from ps.coordinator import MAX_VOID_ROUNDS, Phase, may_close
+from ps.coordinator import MAX_VOID_ROUNDS, Phase
 from ps.instructions import Announce, AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
+from ps.rounds import may_close
 from tests.unit.course import EPOCH, NAN, POLICY, Client, Run, replies, running, texts
+
+NOBODY: frozenset[int] = frozenset()
 
 # ---- the start -----------------------------------------------------------------------------------------
 
@@ -119,10 +122,11 @@ def test_a_round_closes_in_rank_order_whatever_the_order_of_arrival(order):
 
 
 def test_a_round_may_close_when_every_rank_that_has_not_left_is_present():
-    assert may_close(frozenset({0, 1}), frozenset({0, 1}))
-    assert may_close(frozenset({0, 1}), frozenset({1}))
-    assert not may_close(frozenset({0}), frozenset({0, 1}))
-    assert not may_close(frozenset(), frozenset())
+    assert may_close(frozenset({0, 1}), frozenset({0, 1}), NOBODY)
+    assert may_close(frozenset({0, 1}), frozenset({1}), NOBODY)
+    assert not may_close(frozenset({0}), frozenset({0, 1}), NOBODY)
+    assert not may_close(frozenset(), frozenset(), NOBODY)
+    assert not may_close(frozenset({0, 1}), frozenset({0, 1}), frozenset({2}))
 
 
 def test_the_whole_run_ends_with_the_last_step_and_both_goodbyes():
@@ -196,7 +200,7 @@ def test_another_incarnation_pushes_the_same_step_and_the_first_push_stands():
     _, told = run.push(one)
     assert [c.loss for c in run.of(CloseRound)[0].contributions] == [3.0, 1.0]
     (reply,) = [r for r in replies(told) if r.session == again.session]
-    assert not reply.applied and reply.reason == "an earlier push of rank 0 is in round 0 already"
+    assert not reply.applied and reply.reason == "an earlier push of rank 0 (site-0) is in round 0 already"
 
 
 def test_a_new_incarnation_of_a_rank_in_the_open_round_gets_the_values_of_the_next_step():

@@ -147,7 +147,7 @@ class AnyRun(RuleBasedStateMachine):
             assert coordinator.phase is not Phase.DRAINING, "in the drain everyone is answered at once"
             if coordinator.phase is Phase.RUNNING and seq and session not in self.on_its_way:
                 rank = self.run.by_session[session].rank
-                assert rank in coordinator._round, "who has pushed waits for the open round only"
+                assert rank in coordinator._round.pushes, "who has pushed waits for the open round only"
         coordinator.waiting_for(self.run.now)
 
     def judge(self, instruction):
@@ -164,7 +164,7 @@ class AnyRun(RuleBasedStateMachine):
                 assert self.waiting.pop(session) == seq, "one answer, to what was asked"
                 assert self.run.coordinator.has_values
                 client = self.run.by_session[session]
-                assert client.rank not in self.run.coordinator._round, "a rank in the open round waits for its end"
+                assert client.rank not in self.run.coordinator._round.pushes, "a rank in the open round waits for its end"
             case AskInitial():
                 assert not self.run.coordinator.has_values
             case Finish():

@@ -109,7 +109,7 @@ def run_of_two():
 
 
 def coordinator_seen(coordinator):
-    return {(c.rank, coordinator.step) for c in coordinator._round.values()}
+    return {(c.rank, coordinator.step) for c in coordinator._round.pushes.values()}
 
 
 def test_the_summary_has_all_counters_by_rank_and_is_json():

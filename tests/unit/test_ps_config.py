@@ -1,6 +1,7 @@
 """The server's options: what each is by default, where it comes from, and what is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,14 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "port": 0,
         "port_file": Path("p"),
         "evaluators": 2,
+        "validators": 2,
+        "validator_every": 5,
+        "validator_seed_file": Path("v"),
         "shards": 4,
         "mode": "shared",
         "consistency": "sync",
-        "aggregation": "mean",
-        "mean_over": "examples",
+        "aggregation": "master",
+        "master": "mine.py:master",
         "optimizer": "sgd",
         "learning_rate": 0.5,
         "momentum": 0.9,
@@ -114,7 +118,9 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
     }
     others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.1, "weight_decay": 0.2, "insecure": True}
-    assert given.keys() | others.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
+    others |= {"mean_over": "examples"}
+    more = {"faulty_workers": 1}
+    assert given.keys() | others.keys() | more.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
     for name, value in given.items():
         monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
     assert parse([]) == ServerConfig(**given)
@@ -125,6 +131,10 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert parse([*NEEDED, *RUN_DIR, "--optimizer", "adamw"]) == ServerConfig(
         workers=3, steps=10, run_dir=Path("here"), optimizer="adamw", **others
     )
+    for name in others:
+        monkeypatch.delenv(f"WEIGHMASTER_{name.upper()}")
+    monkeypatch.setenv("WEIGHMASTER_FAULTY_WORKERS", "1")
+    assert parse([*NEEDED, *RUN_DIR, "--aggregation", "trimmed_mean"]).faulty_workers == 1
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +298,52 @@ def test_the_exit_code_is_the_handlers(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     for title in ("The run", "Optimizer", "Time-outs", "Files and memory"):
         assert f"\n{title}:\n" in text
+
+
+# ---- rules and validators --------------------------------------------------------------------------------
+
+
+def made(**changes: Any) -> ServerConfig:
+    return ServerConfig(**{"workers": 5, "steps": 10} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "awaited", "slots"),
+    [
+        ({"aggregation": "mean"}, 0, 0),
+        ({"aggregation": "median"}, 0, 0),
+        ({"aggregation": "evidence"}, 0, 1),
+        ({"aggregation": "evidence", "validator_every": 10}, 1, 1),
+        ({"aggregation": "master", "validators": 2}, 2, 2),
+        ({"aggregation": "master", "validators": 0}, 0, 0),
+        ({"aggregation": "cosine_trust"}, 1, 1),
+    ],
+)
+def test_who_asks_for_validation_waits_for_a_validator(changes: dict[str, Any], awaited: int, slots: int) -> None:
+    config = made(**changes)
+    assert (config.awaited_validators, config.validator_slots) == (awaited, slots)
+
+
+@pytest.mark.parametrize(
+    ("rule", "workers", "faulty"),
+    [("trimmed_mean", 5, 2), ("trimmed_mean", 1, 0), ("krum", 5, 1), ("krum", 3, 0), ("multi_krum", 9, 3)],
+)
+def test_a_rule_assumes_as_many_faulty_workers_as_it_stands(rule: str, workers: int, faulty: int) -> None:
+    assert made(aggregation=rule, workers=workers).assumed_faulty == faulty
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"aggregation": "krum", "workers": 2}, "needs at least 3 workers to stand 0 bad ones, --workers is 2"),
+        ({"aggregation": "trimmed_mean", "faulty_workers": 3}, "needs at least 7 workers to stand 3 bad ones"),
+        ({"aggregation": "cosine_trust", "validators": 0}, "needs a validator"),
+        ({"aggregation": "mean", "validator_every": 3}, "--validator-every works only with --aggregation"),
+        ({"aggregation": "evidence", "master": "m.py:f"}, "--master works only with --aggregation master"),
+        ({"aggregation": "median", "clip_worker_norm": 1.0}, "--clip-worker-norm works only with --aggregation"),
+        ({"aggregation": "krum", "mean_over": "examples"}, "--mean-over works only with --aggregation mean"),
+    ],
+)
+def test_what_a_rule_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        made(**changes)

@@ -9,9 +9,11 @@ import click
 import pytest
 
 from protocol.errors import ConfigurationError
+from protocol.messages import Role
 from protocol.transport import Address
 from worker.command_line import build_command, execute, parse
-from worker.config import ClusterTask, WorkerConfig, available_cpus, parse_address, parse_tf_config
+from worker.config import ROLES, ClusterTask, WorkerConfig, available_cpus, parse_address, parse_tf_config
+from worker.faults import FAULTS
 
 CLUSTER = {"ps": ["ps.example:7000"], "worker": ["a:1", "b:1", "c:1"]}
 WITH_CHIEF = {**CLUSTER, "chief": ["d:1"]}
@@ -62,13 +64,14 @@ def test_options_not_given_are_the_fields_defaults() -> None:
         model="mlp",
         dataset="digits",
         data_dir=None,
-        batch_size=32,
+        batch_size=None,
         trusted_examples=100,
         threads=available_cpus(),
         legacy_keras=False,
         seed=None,
         token_file=None,
         evaluate_every=20,
+        fault=None,
         connect_timeout=60,
         reconnect_timeout=120,
         congestion_control="auto",
@@ -95,7 +98,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
         "dry_run": True,
     }
-    assert given.keys() | {"ps", "rank"} == {field.name for field in dataclasses.fields(WorkerConfig)}
+    assert given.keys() | {"ps", "rank", "fault"} == {field.name for field in dataclasses.fields(WorkerConfig)}
     monkeypatch.setenv("WEIGHMASTER_PS", "[::1]:9")
     for name, value in given.items():
         monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
@@ -103,7 +106,8 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WEIGHMASTER_ROLE")
     monkeypatch.delenv("WEIGHMASTER_EVALUATE_EVERY")
     monkeypatch.setenv("WEIGHMASTER_RANK", "4")
-    assert parse([]).rank == 4
+    monkeypatch.setenv("WEIGHMASTER_FAULT", "scale:-10")
+    assert (parse([]).rank, parse([]).fault) == (4, "scale:-10")
 
 
 def test_command_line_then_environment_then_tf_config_then_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +142,20 @@ def test_tf_config_gives_address_rank_and_role(
     assert (told.ps, told.rank, told.role) == (Address("ps.example", 7000), rank, role)
 
 
-def test_an_explicit_evaluator_takes_no_rank_from_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("role", ["validator", "evaluator"])
+def test_who_has_no_rank_takes_none_from_tf_config(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", tf_config(CLUSTER, "worker", 1))
-    assert parse(["--role", "evaluator"]).rank is None
+    told = parse(["--role", role])
+    assert (told.ps, told.role, told.rank) == (Address("ps.example", 7000), role, None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_has_its_place_in_the_help_and_is_accepted(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(["--fault", fault]).fault == fault
+    assert execute(build_command(ignore), ["--help"]) == 0
+    assert fault in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", " ", "{}", '{"cluster": {}}'])
@@ -210,7 +225,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     ("arguments", "named"),
     [
         (["--role", "evaluator", "--rank", "1"], ["--role evaluator", "--rank"]),
+        (["--role", "validator", "--rank", "1"], ["--role validator", "--rank"]),
         (["--evaluate-every", "5"], ["--evaluate-every", "--role"]),
+        (["--role", "validator", "--evaluate-every", "5"], ["--evaluate-every", "--role validator"]),
+        (["--fault", "gremlins"], ["'gremlins'", *FAULTS]),
+        (["--fault", "zero:1"], ["--fault zero:1", "no number"]),
+        (["--fault", "scale", "--role", "validator"], ["--fault", "--role validator"]),
+        (["--fault", "scale", "--role", "evaluator"], ["--fault", "--role evaluator"]),
         (["--rank", "-1"], ["--rank", "-1"]),
         (["--rank", "first"], ["--rank", "first"]),
         (["--ps", "nowhere"], ["--ps", "nowhere"]),
@@ -226,7 +247,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         (["--congestion-control", "no such"], ["--congestion-control"]),
         (["--connect-timeout", "nan"], ["--connect-timeout"]),
         (["--reconnect-timeout", "0"], ["--reconnect-timeout"]),
-        (["--role", "validator"], ["--role", "evaluator"]),
+        (["--role", "tester"], ["--role", "worker", "validator", "evaluator"]),
         (["stray"], ["stray"]),
     ],
     ids=lambda value: " ".join(value),
@@ -242,6 +263,12 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
         assert name in output.err
     with pytest.raises(ConfigurationError):
         parse(arguments)
+
+
+def test_roles_are_those_of_the_protocol() -> None:
+    assert set(ROLES) == {role.value for role in Role}
+    with pytest.raises(ConfigurationError, match="--role must be worker, validator or evaluator, not tester"):
+        WorkerConfig(role="tester")
 
 
 def test_the_exit_code_is_the_handlers() -> None:

@@ -1,0 +1,171 @@
+"""From a closed round to new values: measure what the rule needs, ask it, have the store carry it out.
+
+`RoundCloser.close` is where the weights are updated.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.aggregation import Decision, Need, RoundView, Rule, clip_factors
+from ps.geometry import Geometry, from_products, from_projections
+from ps.instructions import CloseRound, Contribution
+from ps.schedules import Schedule
+from ps.store import Store
+
+MAX_GRAM = 8
+"""Up to so many gradients all inner products are taken, also for rules that can do with a few of them."""
+
+MAX_UNAPPLIED = 10
+"""So many rounds in a row in which the rule applies nothing end the run as diverged."""
+
+NAN = float("nan")
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A rule that learns from the rounds that it has judged."""
+
+    def learn(self) -> None:
+        """Train on what was judged so far; nobody waits for it."""
+
+
+@runtime_checkable
+class Totals(Protocol):
+    """A rule that measures many gradients against their total, and says what each counts in it."""
+
+    def coefficients(self, view: RoundView) -> NDArray[np.float64]:
+        """Return the coefficients [ranks present]; 0 for what is not usable."""
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """What became of a round.
+
+    Attributes:
+        view: what the rule saw; None of a void round.
+        decision: what it answered; None of a void round.
+        weights: of the ranks that counted.
+        fresh: whether a validator's gradient of this step was there.
+    """
+
+    view: RoundView | None = None
+    decision: Decision | None = None
+    weights: Mapping[int, float] = field(default_factory=dict)
+    fresh: bool = False
+
+
+class RoundCloser:
+    """Holds the rule, its memory included, and the reference gradient between the rounds.
+
+    Attributes:
+        rule: judges each round.
+        unapplied: rounds in a row of which the rule applied nothing.
+    """
+
+    def __init__(self, rule: Rule, schedule: Schedule, clip_worker_norm: float | None = None) -> None:
+        self.rule = rule
+        self.unapplied = 0
+        self._schedule = schedule
+        self._clip_worker_norm = clip_worker_norm
+        self._references: tuple[int, ...] = ()
+        self._reference_norm: float | None = None
+
+    def reference_arrives(self, number: int) -> None:
+        """The slot of a validator is being overwritten: its earlier gradient is no more."""
+        self._references = tuple(known for known in self._references if known != number)
+
+    def close(self, store: Store, closing: CloseRound, names: Sequence[str]) -> Closed:
+        """Make values(step + 1) of values(step) and the round's gradients.
+
+        Args:
+            store: has the gradients in the slots of their ranks.
+            closing: the round.
+            names: who the contributions are from.
+        """
+        fresh = bool(closing.references)
+        if fresh:
+            self._references = closing.references
+        view = _view(closing, names)
+        if self.rule.needs:
+            view = replace(view, geometry=self._measure(store, view, fresh))
+        decision = self.rule.decide(view)
+        weights = decision.weights.tolist()
+        counted = {rank: weight for rank, weight in zip(view.ranks, weights, strict=True) if weight > 0}
+        if not counted:
+            self.unapplied += 1
+            store.skip()
+            return Closed(view, decision, counted, fresh)
+        self.unapplied = 0
+        rate = self._schedule(closing.step)
+        if decision.trim is not None:
+            store.apply_trimmed(tuple(counted), decision.trim, rate)
+        else:
+            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate)
+        return Closed(view, decision, counted, fresh)
+
+    def _factors(self, view: RoundView, decision: Decision) -> list[float] | None:
+        counted = decision.weights > 0
+        factors = decision.factors
+        if self._clip_worker_norm is not None:
+            norms = [norm if use else 0.0 for norm, use in zip(view.norms, view.usable, strict=True)]
+            factors = np.minimum(factors, clip_factors(norms, self._clip_worker_norm))
+        chosen: list[float] = factors[counted].tolist()
+        return None if all(factor == 1.0 for factor in chosen) else chosen
+
+    def _measure(self, store: Store, view: RoundView, fresh: bool) -> Geometry:
+        needs = self.rule.needs
+        slots = tuple(rank for rank, use in zip(view.ranks, view.usable, strict=True) if use)
+        references = self._references if Need.REFERENCE in needs else ()
+        moment = Need.MOMENTUM in needs and store.has_momentum
+        if len(slots) <= MAX_GRAM or not isinstance(self.rule, Totals):
+            products = store.inner_products(slots, references, moment)
+            geometry = from_products(products, view.usable, len(references), moment, fresh)
+        else:
+            coefficients = self.rule.coefficients(view)
+            usable = [c for c, use in zip(coefficients.tolist(), view.usable, strict=True) if use]
+            projections = store.projections(slots, usable, references, moment)
+            geometry = from_projections(
+                projections, view.norms, view.usable, coefficients.tolist(), len(references), moment, fresh
+            )
+        if geometry.reference_norm is not None:
+            self._reference_norm = geometry.reference_norm
+        elif self._reference_norm is not None:  # its gradient is gone, what is remembered is how long it was
+            geometry = replace(geometry, reference_norm=self._reference_norm)
+        return geometry
+
+    def learn(self) -> None:
+        """Let the rule learn from what it has judged."""
+        if isinstance(self.rule, Learner):
+            self.rule.learn()
+
+
+def _view(closing: CloseRound, names: Sequence[str]) -> RoundView:
+    everyone = closing.contributions
+    return RoundView(
+        step=closing.step,
+        ranks=tuple(c.rank for c in everyone),
+        names=tuple(names),
+        usable=tuple(not c.refused for c in everyone),
+        examples=tuple(c.examples for c in everyone),
+        norms=tuple(c.gradient_norm for c in everyone),
+        losses=tuple(NAN if c.loss is None else c.loss for c in everyone),
+        accuracies=tuple(NAN if c.accuracy is None else c.accuracy for c in everyone),
+    )
+
+
+def line_of(step: int, contributions: Sequence[Contribution], closed: Closed) -> dict[str, object]:
+    """Return what is written of a closed round, ready for JSON."""
+    line: dict[str, object] = {
+        "step": step,
+        "ranks": [c.rank for c in contributions],
+        "refused": [c.rank for c in contributions if c.refused],
+        "late": [],
+        "weights": {str(rank): round(weight, 6) for rank, weight in closed.weights.items()},
+    }
+    if closed.fresh:
+        line["validated"] = True
+    return line

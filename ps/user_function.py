@@ -1,0 +1,121 @@
+"""A master of the user's own, named on the command line as `--master file.py:function`: find it and call it.
+
+The file is run once, as a module of its own; its folder comes last on the import path, so that it may import its
+neighbours and they can hide nothing of ours.
+"""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from protocol.errors import ConfigurationError, Interrupted
+
+MAX_REASON = 500
+"""Characters that are quoted of what a user's code, or TensorFlow, complains about."""
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function in a file of the user's.
+
+    Attributes:
+        spec: `file.py:function`, as the user wrote it.
+        path: the file, absolute.
+        function: what it is called by.
+    """
+
+    spec: str
+    path: Path
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: object) -> Any:
+        """Call it; whatever it raises becomes one sentence with the line it came from.
+
+        Raises:
+            ConfigurationError: the function raised, or tried to end the process.
+        """
+        try:
+            return self.function(*arguments)
+        except Interrupted:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigurationError(f"{named(self.spec)} failed with {_reason(error, self.path)}") from error
+
+
+def named(spec: str) -> str:
+    """Return how messages name it."""
+    return f"--master {spec}"
+
+
+def locate(spec: str) -> tuple[Path, str]:
+    """Return the file, absolute, and the name of the function that a spec names, without reading the file.
+
+    Raises:
+        ConfigurationError: the spec is incomplete, or there is no such file.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise ConfigurationError(f"{named(spec)} does not name a function: write file.py:function")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigurationError(f"{named(spec)} cannot be used, because there is no file {path}")
+    return path, name
+
+
+def load_user_function(spec: str) -> UserFunction:
+    """Import a user's file and return one function of it.
+
+    Args:
+        spec: `file.py:function`; a relative path is relative to the current folder.
+
+    Raises:
+        ConfigurationError: the spec is incomplete, there is no such file or function, or the file raised.
+    """
+    path, name = locate(spec)
+    function = getattr(_import_file(path, spec), name, None)
+    if not callable(function):
+        has = "has no function" if function is None else "has something else called"
+        raise ConfigurationError(f"{named(spec)} cannot be used, because {path} {has} {name!r}")
+    return UserFunction(spec, path, function)
+
+
+def _import_file(path: Path, spec: str) -> ModuleType:
+    name = f"weighmaster_master_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigurationError(f"{named(spec)} cannot be used, because {path} is not a Python file (*.py)")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # before it runs, because dataclasses look their module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except Interrupted:
+        raise
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigurationError(
+            f"{named(spec)} cannot be used, because importing {path} failed with {_reason(error, path)}"
+        ) from error
+    return module
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """Return `KeyError at line 12: 'x'`, with the deepest line of the user's own file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = shortened(error.msg if isinstance(error, SyntaxError) else str(error))
+    return f"{type(error).__name__}{f' at line {line}' if line else ''}: {text or 'no message'}"
+
+
+def shortened(text: str) -> str:
+    """Return a message as one line of at most `MAX_REASON` characters."""
+    return " ".join(text.split())[:MAX_REASON]
