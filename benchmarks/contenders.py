@@ -33,6 +33,9 @@ class Contender(Protocol):
     def worker_command(self, work: Workload, port: int, rank: int) -> list[str]:
         """Return the command line of one worker."""
 
+    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return the command lines of the validators, if there are any."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -63,6 +66,10 @@ class Wire:
         """Return the command line of one worker."""
         own = ["--port", str(port), "--rank", str(rank)]
         return [str(compile_wire()), "worker", *own, *self._options(work)]
+
+    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return nothing: there are none."""
+        return []
 
     def _options(self, work: Workload) -> list[str]:
         values = {
@@ -103,6 +110,35 @@ class Weighmaster:
         own = ["--port", str(port), "--rank", str(rank), "--parameters", str(work.parameters)]
         return [sys.executable, "-m", "benchmarks.push_worker", *own]
 
+    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return nothing: there are none."""
+        return []
+
+
+@dataclass(frozen=True)
+class Judged(Weighmaster):
+    """The product with a validator in every round and a rule that judges by it; gradients have something in common.
+
+    Attributes:
+        rule: the aggregation rule.
+    """
+
+    name: str = "master"
+    rule: str = "master"
+
+    def server_command(self, work: Workload, port_file: Path) -> list[str]:
+        """Return the command line of the server."""
+        return [*super().server_command(work, port_file), "--aggregation", self.rule, "--validator-every", "1"]
+
+    def worker_command(self, work: Workload, port: int, rank: int) -> list[str]:
+        """Return the command line of one worker."""
+        return [*super().worker_command(work, port, rank), "--alike"]
+
+    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return the command line of the one validator."""
+        own = ["--port", str(port), "--parameters", str(work.parameters), "--alike"]
+        return [[sys.executable, "-m", "benchmarks.push_worker", *own]]
+
 
 @dataclass(frozen=True)
 class Pickle:
@@ -119,12 +155,22 @@ class Pickle:
         """Return the command line of one worker."""
         return [*self._command("worker", work), "--port", str(port), "--rank", str(rank)]
 
+    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return nothing: there are none."""
+        return []
+
     def _command(self, mode: str, work: Workload) -> list[str]:
         sizes = ["--parameters", str(work.parameters), "--steps", str(work.steps)]
         return [sys.executable, "-m", "benchmarks.pickle_baseline", mode, *sizes]
 
 
-KNOWN: dict[str, Callable[[], Contender]] = {"wire": Wire, "weighmaster": Weighmaster, "pickle": Pickle}
+KNOWN: dict[str, Callable[[], Contender]] = {
+    "wire": Wire,
+    "weighmaster": Weighmaster,
+    "pickle": Pickle,
+    "evidence": lambda: Judged("evidence", "evidence"),
+    "master": Judged,
+}
 
 
 def contender_of(spec: str) -> Contender:

@@ -6,6 +6,7 @@ driver moves those bytes straight into place and says `payload_received`.
 """
 
 import hashlib
+from collections.abc import Mapping
 from enum import StrEnum
 
 from protocol import frames
@@ -45,6 +46,9 @@ TRANSITIONS: dict[tuple[State, Kind], State] = {
     (State.OPEN, Kind.INITIAL): State.OPEN,
     (State.OPEN, Kind.HEARTBEAT): State.OPEN,
     (State.OPEN, Kind.REPORT): State.OPEN,
+    (State.OPEN, Kind.LOGITS): State.OPEN,
+    (State.OPEN, Kind.WEIGHTS): State.OPEN,
+    (State.OPEN, Kind.TEST_LOGITS): State.OPEN,
     (State.OPEN, Kind.BYE): State.CLOSED,
     (State.OPEN, Kind.ENDED): State.CLOSED,
 } | {(state, Kind.REFUSED): State.CLOSED for state in State if state is not State.CLOSED}
@@ -57,10 +61,15 @@ ROLES: dict[Kind, tuple[Role, ...]] = {
     Kind.PUSH: (Role.WORKER, Role.VALIDATOR),
     Kind.INITIAL: (Role.WORKER, Role.VALIDATOR),
     Kind.REPORT: (Role.EVALUATOR,),
+    Kind.LOGITS: (Role.WORKER,),
+    Kind.TEST_LOGITS: (Role.WORKER,),
 }
 """Messages that only these roles may send."""
 
 WITH_PAYLOAD = frozenset({Kind.PUSH, Kind.VALUES, Kind.INITIAL})
+
+OPTIONAL = frozenset({Kind.LOGITS, Kind.WEIGHTS, Kind.TEST_LOGITS})
+"""Messages, with a payload, that only some modes have: what was agreed says which, and of how many bytes."""
 
 PROVEN = frozenset({State.AWAIT_OFFER, State.AWAIT_WELCOME, State.OPEN})
 """States in which the peer has shown that it holds the token."""
@@ -73,6 +82,7 @@ class Connection:
         state: where it stands.
         role: the role in the hello, once there was one.
         layout: set with `agree` when the manifest is known; no payload may travel before.
+        payloads: bytes of payload of the optional messages that were agreed upon.
         payload_bytes: bytes of payload that must be read before the next frame; 0 if none are due.
     """
 
@@ -81,6 +91,7 @@ class Connection:
         self.state = State.AWAIT_HELLO
         self.role: Role | None = None
         self.layout: Layout | None = None
+        self.payloads: Mapping[Kind, int] = {}
         self.payload_bytes = 0
         self._prefix: Prefix | None = None
         self._prefix_data = b""
@@ -92,9 +103,15 @@ class Connection:
         """SHA-256 over the hello frame and the challenge frame, which both proofs cover."""
         return self._hellos.digest()
 
-    def agree(self, layout: Layout) -> None:
-        """Fix the layout: from now on payloads of exactly its size may travel."""
+    def agree(self, layout: Layout, payloads: Mapping[Kind, int] | None = None) -> None:
+        """Fix the layout: from now on payloads of exactly its size may travel.
+
+        Args:
+            layout: of the values and of a push.
+            payloads: bytes of payload of each optional message that may be said; None for none.
+        """
         self.layout = layout
+        self.payloads = payloads or {}
 
     # ---- bytes in, messages out ------------------------------------------------------------------------
 
@@ -142,6 +159,8 @@ class Connection:
             raise RemoteProtocolError(f"the peer sent {kind.name} in state '{self.state}'")
         if kind in ROLES and self.role not in ROLES[kind]:
             raise RemoteProtocolError(f"the peer sent {kind.name}, which is not for role {self.role}")
+        if kind in OPTIONAL and kind not in self.payloads:
+            raise RemoteProtocolError(f"the peer sent {kind.name}, which this mode does not have")
         limit = self.header_limit(kind)
         if prefix.header_bytes > limit:
             raise RemoteProtocolError(
@@ -162,6 +181,8 @@ class Connection:
 
     def payload_of(self, kind: Kind) -> int:
         """Return the bytes of payload that follow a message of this kind."""
+        if kind in OPTIONAL:
+            return self.payloads.get(kind, 0)
         if kind not in WITH_PAYLOAD or self.layout is None:
             return 0
         return self.layout.payload_bytes if kind is Kind.PUSH else self.layout.values_bytes
@@ -179,6 +200,8 @@ class Connection:
             raise LocalProtocolError(f"the {self.side} cannot send {kind.name} in state '{self.state}'")
         if kind in ROLES and self.role not in ROLES[kind]:
             raise LocalProtocolError(f"role {self.role} cannot send {kind.name}")
+        if kind in OPTIONAL and kind not in self.payloads:
+            raise LocalProtocolError(f"{kind.name} was not agreed upon and cannot be sent")
         if kind in WITH_PAYLOAD and self.layout is None:
             raise LocalProtocolError(f"{kind.name} cannot be sent before a layout is agreed")
         header = encode_header(message)

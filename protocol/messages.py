@@ -143,6 +143,7 @@ Seconds = Annotated[float, Number(0.0, MAX_SECONDS)]
 Scalar = Annotated[float, Number(nan=True)]
 Rows = Annotated[bytes, Octets(16 << 20, at_most=True)]
 Count = Annotated[int, Between(0, 2**31 - 1)]
+Digest = Annotated[bytes, Octets(16)]
 
 
 class Kind(IntEnum):
@@ -164,6 +165,9 @@ class Kind(IntEnum):
     REPORT = 14
     BYE = 15
     ENDED = 16
+    LOGITS = 17
+    WEIGHTS = 18
+    TEST_LOGITS = 19
 
 
 @dataclass(frozen=True)
@@ -225,13 +229,20 @@ class ServerProof(Message):
 
 @dataclass(frozen=True)
 class Offer(Message):
-    """What the worker holds: its manifest (rows as `Manifest.to_wire`), its thread count, its seed if given."""
+    """What the worker holds: its manifest (rows as `Manifest.to_wire`), its thread count, its seed if given.
+
+    The last four say what it answers with in ensemble mode, as `protocol.ensemble.Answers`; 0 and empty: nothing.
+    """
 
     KIND = Kind.OFFER
     SENDER = Side.WORKER
     manifest: Rows
     threads: Annotated[int, Between(1, 4096)]
     seed: U63 | None = None
+    examples: Count = 0
+    classes: Count = 0
+    logits_dtype: Name = ""
+    test_examples: Count = 0
 
 
 @dataclass(frozen=True)
@@ -254,6 +265,7 @@ class Welcome(Message):
     heartbeat_interval: Seconds
     heartbeat_timeout: Seconds
     manifest: Rows
+    weighting: Name = ""
 
 
 @dataclass(frozen=True)
@@ -305,6 +317,7 @@ class Push(Message):
         loss: mean loss of the batch at those values, before the update.
         accuracy: likewise, or None.
         examples: size of the batch.
+        labels: digest of the labels, in ensemble mode; else None.
     """
 
     KIND = Kind.PUSH
@@ -315,6 +328,7 @@ class Push(Message):
     loss: Scalar | None
     accuracy: Scalar | None
     examples: Count
+    labels: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -371,6 +385,46 @@ class Ended(Message):
     SENDER = Side.SERVER
     status: Status
     reason: Reason
+
+
+@dataclass(frozen=True)
+class Logits(Message):
+    """A member's answers to its batch at the values of (epoch, step); the payload is logits and labels.
+
+    Attributes:
+        seq: of the push that will follow.
+        labels: digest of the labels.
+    """
+
+    KIND = Kind.LOGITS
+    SENDER = Side.WORKER
+    epoch: U63
+    step: U63
+    seq: Annotated[int, Between(1, 2**63 - 1)]
+    labels: Digest
+
+
+@dataclass(frozen=True)
+class Weights(Message):
+    """What each example of that batch counts for this member; the payload is the weights."""
+
+    KIND = Kind.WEIGHTS
+    SENDER = Side.SERVER
+    epoch: U63
+    step: U63
+    seq: Annotated[int, Between(1, 2**63 - 1)]
+
+
+@dataclass(frozen=True)
+class TestLogits(Message):
+    """A member's answers to the test set at the values of (epoch, step); the payload is logits and labels."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+    KIND = Kind.TEST_LOGITS
+    SENDER = Side.WORKER
+    epoch: U63
+    step: U63
 
 
 MESSAGES: dict[Kind, type[Message]] = {cls.KIND: cls for cls in Message.__subclasses__()}

@@ -129,19 +129,12 @@ class Mean:
 
     def decide(self, view: RoundView) -> Decision:
         """Weigh a round; all weights are 0 when no push is usable, or none has an example."""
-        weights = self._weights(view)
-        return Decision(weights, np.ones(weights.size))
-
-    def __call__(self, view: RoundView) -> Vector:
-        """Return the weights alone."""
-        return self._weights(view)
-
-    def _weights(self, view: RoundView) -> Vector:
         # Plain numbers: for a few ranks NumPy takes ten times as long, in every round.
         counts = [1] * len(view.ranks) if self.over is MeanOver.WORKERS else view.examples
         usable = [count if use else 0 for count, use in zip(counts, view.usable, strict=True)]
         total = sum(usable)
-        return np.array([count / total if total else 0.0 for count in usable], np.float64)
+        weights = np.array([count / total if total else 0.0 for count in usable], np.float64)
+        return Decision(weights, np.ones(weights.size))
 
 
 @dataclass(frozen=True)
@@ -300,6 +293,10 @@ class CosineTrust:
         """The inner products with the validator's gradient."""
         return frozenset({Need.REFERENCE})
 
+    def coefficients(self, view: RoundView) -> Vector:
+        """Return a total for many gradients to be measured against, rather than each other; any will do here."""
+        return np.array(view.usable, np.float64)
+
     def decide(self, view: RoundView) -> Decision:
         """Weigh a round by its angles to the reference."""
         if sum(view.usable) <= 1:
@@ -355,7 +352,7 @@ def _too_short(view: RoundView, rule: str, faulty: int, needed: int) -> Decision
 
 
 def _fall_back(view: RoundView, why: str) -> Decision:
-    return replace(ClippedMean().decide(view), fallback=f"{why}: their clipped mean was applied")
+    return replace(ClippedMean().decide(view), fallback=f"{why}: the clipped mean was applied")
 
 
 def _check_faulty(faulty: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from protocol.arena import Arena
+from protocol.ensemble import MODE, Weighting
 from protocol.errors import ConfigurationError, ManifestMismatch
 from protocol.tensors import Layout
 from ps.aggregation import (
@@ -24,8 +25,11 @@ from ps.aggregation import (
 )
 from ps.config import RULES_OF_MEANS, ServerConfig
 from ps.coordinator import RunPolicy
-from ps.optimizers import SGD, Adam, AdamW, Optimizer
+from ps.ensemble import ActsOn, Head
+from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.evidence import Evidence
+from ps.master import Master
+from ps.optimizers import SGD, Adam, AdamW, Optimizer
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.store import NotFinite, Store, StoreConfig
 from ps.validation import SECRET_BYTES, ValidatedRounds
@@ -47,7 +51,13 @@ def make_optimizer(config: ServerConfig) -> Optimizer:
 
 
 def make_rule(config: ServerConfig) -> Rule:
-    """Return the aggregation rule that was asked for."""
+    """Return the aggregation rule that was asked for.
+
+    Raises:
+        ConfigurationError: the user's own master cannot be used.
+    """
+    if config.mode == MODE:
+        return Mean()  # never asked: an ensemble's master weighs answers, not gradients
     over, faulty = MeanOver(config.mean_over), config.assumed_faulty
     match config.aggregation:
         case "clipped_mean":
@@ -64,8 +74,21 @@ def make_rule(config: ServerConfig) -> Rule:
             return CosineTrust()
         case "evidence":
             return Evidence(validated=config.awaited_validators > 0)
+        case "master":
+            return _make_master(config)
         case _:
             return Mean(over)
+
+
+def _make_master(config: ServerConfig) -> Rule:
+    validated = config.awaited_validators > 0
+    if config.master is None:
+        return Master(validated, config.seed)
+    from ps.user_master import UserMaster
+    from ps.user_network import load_user_master
+
+    function = load_user_master(config.master)
+    return UserMaster(function, config.workers, validated=validated, seed=config.seed)
 
 
 def make_schedule(config: ServerConfig) -> Schedule:
@@ -127,6 +150,24 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
     return store
 
 
+def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] | None) -> EnsembleMode | None:
+    """Return what a server in mode ensemble has more; None in other modes."""
+    if config.mode != MODE:
+        return None
+    wanted = EnsembleConfig(
+        members=config.workers,
+        weighting=Weighting(config.weighting),
+        acts_on=ActsOn(config.weight_acts_on),
+        head=Head(config.head),
+        seed=config.seed,
+        master=config.master,
+        store=store_config(config),
+        max_memory=config.max_memory,
+        max_model_bytes=config.max_model_bytes,
+    )
+    return EnsembleMode(wanted, make_schedule(config), initial_values)
+
+
 def secret_of(config: ServerConfig) -> bytes:
     """Return the secret that draws the validated rounds.
 
@@ -165,4 +206,5 @@ def policy_of(config: ServerConfig) -> RunPolicy:
         config.awaited_validators,
         config.validator_slots,
         ValidatedRounds(config.validator_every or 1, secret_of(config)),
+        Weighting(config.weighting) if config.mode == MODE else None,
     )

@@ -62,7 +62,7 @@ def size_bytes(text: str) -> int:
 
 
 def invocation() -> str:
-    """Return words that start this program again: a script, `python -m ps`, or the command where it is installed."""
+    """Return what starts this program again: a script, `python -m ps`, or the command where it is installed."""
     script = os.environ.get(STARTED_AS, "").strip()
     if script:
         return script
@@ -132,7 +132,7 @@ _OPTION_GROUPS = (
         _option("shards", "Parts of the training data, at least --workers", unset="--workers", metavar="N"),
         _option("seed", "Seed of everything random, also the workers'", metavar="N"),
         _option("threads", "Threads of an update", unset="CPUs available, at most 4", metavar="N"),
-        _option("mode", "Whose variables: one set for all workers"),
+        _option("mode", "Whose variables: one set for all workers, or a network of its own for each"),
         _option("consistency", "When a round closes: when all workers have pushed"),
         _option("on_worker_loss", "What a round does whose worker is lost: wait for its return"),
     ),
@@ -151,6 +151,12 @@ _OPTION_GROUPS = (
         ),
         _option("clip_worker_norm", "Largest norm of one worker's gradient", unset="no limit", metavar="NORM"),
         _option("clip_norm", "Largest norm of the aggregated gradient", unset="no limit", metavar="NORM"),
+    ),
+    cloup.option_group(
+        "Ensemble (--mode ensemble --aggregation master)",
+        _option("weighting", "What a weight is of: a member's whole batch, or each of its examples"),
+        _option("head", "How the master's scores become weights: with sum 1, or each for itself"),
+        _option("weight_acts_on", "What the weight of a batch multiplies: the gradient, or the step"),
     ),
     cloup.option_group(
         "Validation (cosine_trust, evidence, master)",
@@ -325,10 +331,8 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
         return ExitCode.SIGINT
     except click.ClickException as error:
         context = getattr(error, "ctx", None)  # of the sub-command, if it was in one
-        print(
-            f"{PROGRAM}: {error.format_message()} See `{context.command_path if context else invocation()} --help`.",
-            file=sys.stderr,
-        )
+        command_path = context.command_path if context else invocation()
+        print(f"{PROGRAM}: {error.format_message()} See `{command_path} --help`.", file=sys.stderr)
         return error.exit_code
     except WeighmasterError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

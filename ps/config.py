@@ -39,6 +39,7 @@ RULES = (*RULES_OF_MEANS, "median", *RULES_WITH_FAULTY, *RULES_WITH_VALIDATORS)
 
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(mode=("shared",), consistency=("sync",), aggregation=RULES, on_worker_loss=("wait",)),
+    Combination(mode=("ensemble",), consistency=("sync",), aggregation=("master",), on_worker_loss=("wait",)),
 )
 """All that the server can do. Choices, refusals and help texts come from here."""
 
@@ -50,6 +51,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         for column in COLUMNS
     },
     "mean_over": ("workers", "examples"),
+    "weighting": ("batch", "sample"),
+    "head": ("softmax", "sigmoid"),
+    "weight_acts_on": ("gradient", "update"),
     "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "exponential", "cosine"),
 }
@@ -66,6 +70,15 @@ class Need:
 
 
 NEEDS: tuple[Need, ...] = (
+    *(
+        Need(option, "mode", ("shared",))
+        for option in (
+            *("evaluators", "shards", "validators", "validator_every", "validator_seed_file"),
+            *("clip_worker_norm", "clip_norm", "ema_decay"),
+        )
+    ),
+    *(Need(option, "mode", ("ensemble",)) for option in ("weighting", "head", "weight_acts_on")),
+    Need("weight_acts_on", "weighting", ("batch",)),
     Need("mean_over", "aggregation", RULES_OF_MEANS),
     Need("clip_worker_norm", "aggregation", tuple(r for r in RULES if r not in ("median", "trimmed_mean"))),
     Need("faulty_workers", "aggregation", RULES_WITH_FAULTY),
@@ -220,7 +233,7 @@ class ServerConfig:
         port_file: where to write the port once the server listens.
         evaluators: that the end waits for even if they come late, `drain_timeout` at most.
         shards: parts into which the training data is divided; None: as many as workers.
-        mode: one set of variables for all (`shared`).
+        mode: one set of variables for all (`shared`), or a network of its own for each worker (`ensemble`).
         consistency: when a round closes (`sync`: all have pushed).
         aggregation: the rule that makes one gradient of W.
         faulty_workers: how many workers `trimmed_mean`, `krum` and `multi_krum` assume to be bad; None: as many as
@@ -230,6 +243,9 @@ class ServerConfig:
         validator_every: mean distance of the rounds that validators judge; None: 1, every round.
         validator_seed_file: file whose bytes draw these rounds; None: a secret of this run.
         master: `file.py:function` of a master network of the user's own; None: the built-in one.
+        weighting: ensemble: what a weight is of, a member's whole batch or each example.
+        head: ensemble: how the master's scores become weights (`softmax`: with sum 1; `sigmoid`: each for itself).
+        weight_acts_on: ensemble: what the weight of a batch multiplies, the gradient or the optimizer's step.
         mean_over: what the mean counts: every worker the same, or every example the same.
         optimizer: what turns the gradient into new values.
         learning_rate: step size, before the schedule.
@@ -282,6 +298,9 @@ class ServerConfig:
     validator_every: int | None = None
     validator_seed_file: Path | None = None
     master: str | None = None
+    weighting: str = "batch"
+    head: str = "softmax"
+    weight_acts_on: str = "gradient"
     mean_over: str = "workers"
     optimizer: str = "adam"
     learning_rate: float = 0.001
@@ -345,7 +364,9 @@ class ServerConfig:
 
     @property
     def shard_count(self) -> int:
-        """Parts into which the training data is divided."""
+        """Parts into which the training data is divided; 1 in an ensemble, whose members all train on all of it."""
+        if self.mode == "ensemble":
+            return 1
         return self.workers if self.shards is None else self.shards
 
     @property
@@ -353,12 +374,14 @@ class ServerConfig:
         """Validators that the start waits for."""
         if self.validators is not None:
             return self.validators
+        if self.mode == "ensemble":
+            return 0
         return int(self.validator_every is not None or self.aggregation == "cosine_trust")
 
     @property
     def validator_slots(self) -> int:
         """Validators that there is room for."""
-        if self.aggregation not in RULES_WITH_VALIDATORS:
+        if self.mode == "ensemble" or self.aggregation not in RULES_WITH_VALIDATORS:
             return 0
         return 1 if self.validators is None else self.validators
 
@@ -389,13 +412,17 @@ class ServerConfig:
             raise ConfigurationError("--nesterov needs --momentum above 0")
 
     def _check_pairs(self) -> None:
-        if self.shard_count < self.workers:
+        if self.mode == "shared" and self.shard_count < self.workers:
             raise ConfigurationError(
                 f"--shards {self.shards} leaves some of --workers {self.workers} without data; "
                 f"it must be at least {self.workers}"
             )
         if self.aggregation in RULES_WITH_FAULTY:
             self._check_faulty()
+        if self.master is not None and self._is_set("head"):
+            raise ConfigurationError(
+                "--head and --master exclude each other: a master of your own has its own head"
+            )
         if self.aggregation == "cosine_trust" and self.validators == 0:
             raise ConfigurationError(
                 "--aggregation cosine_trust needs a validator: --validators must be at least 1"

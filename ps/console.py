@@ -70,7 +70,7 @@ class Console:
             step: closed rounds.
             loss: of the last round; None: not known yet.
             test_accuracy: in [0, 1]; None: no evaluator has reported.
-            examples_per_s: of all workers together; None: not known yet.
+            examples_per_s: of all workers together; None or 0: not known yet, or not any more.
             now_s: a monotonic clock, in seconds.
         """
         with self._lock:
@@ -83,7 +83,7 @@ class Console:
                 parts.append(f"loss {loss:.3f}")
             if test_accuracy is not None:
                 parts.append(f"test accuracy {test_accuracy:.3f}")
-            if examples_per_s is not None:
+            if examples_per_s:
                 parts.append(f"{examples_per_s:,.0f} examples/s")
             left_s = self._left_s(step, now_s)
             if left_s is not None:
@@ -113,7 +113,7 @@ class Console:
 
     def _left_s(self, step: int, now_s: float) -> float | None:
         then_s, then_step = self._samples[0]
-        if step <= then_step or now_s <= then_s:
+        if step <= then_step or step >= self._total_steps or now_s <= then_s:
             return None
         return (self._total_steps - step) * (now_s - then_s) / (step - then_step)
 

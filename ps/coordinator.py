@@ -6,10 +6,11 @@ returns, in order; every policy can be tested with made-up events and made-up ti
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from protocol.messages import Push, Role, Status
+from protocol.ensemble import Weighting
+from protocol.messages import Logits, Push, Role, Status
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -19,11 +20,13 @@ from ps.instructions import (
     Finish,
     Instruction,
     Reply,
+    SendWeights,
     SkipRound,
     Take,
+    WeighAnswers,
 )
 from ps.members import Granted, Identity, Member, Registry, SessionId, name_ranks
-from ps.rounds import OpenRound, may_close, refusals
+from ps.rounds import Answer, OpenRound, may_close, other_labels, refusals
 from ps.validation import ALL_ROUNDS, ValidatedRounds
 
 MAX_VOID_ROUNDS = 10
@@ -36,6 +39,7 @@ class RunPolicy:
 
     The end waits for so many `evaluators` also when they come late, like a worker's goodbye. The start waits for so
     many `validators`; there is room for `validator_slots` of them, and `validated` says which rounds they judge.
+    `weighting` makes it an ensemble: each rank gives initial values of its own, and all must have the same labels.
     """
 
     workers: int
@@ -48,6 +52,7 @@ class RunPolicy:
     validators: int = 0
     validator_slots: int = 0
     validated: ValidatedRounds = ALL_ROUNDS
+    weighting: Weighting | None = None
 
 
 class Phase(StrEnum):
@@ -107,6 +112,7 @@ class Coordinator:
     _void_in_a_row: int = 0
     _pending: dict[SessionId, _Pending] = field(default_factory=dict)
     _asked: SessionId | None = None
+    _initialised: set[int] = field(default_factory=set)
     _phase_began: float = 0.0
     _evaluators_seen: set[int] = field(default_factory=set)
 
@@ -173,6 +179,8 @@ class Coordinator:
             yield Announce(f"{member.label} is lost: {reason}; {what} {patience_s:g} s", warning=True)
             return
         self.has_left_early = True
+        if self._round.weighed is None:
+            self._round.answers.pop(member.rank, None)
         how = "rounds are judged" if is_validator else "rounds close"
         yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
         if not self.registry.active():
@@ -180,6 +188,7 @@ class Coordinator:
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"
             )
         else:
+            yield from self._weigh_if_complete(now)
             yield from self._close_if_complete(now)
 
     # ---- events: the start -----------------------------------------------------------------------------
@@ -194,7 +203,7 @@ class Coordinator:
         return told + self._ask_next()
 
     def _ask_next(self) -> list[Instruction]:
-        workers = [m for _, m in sorted(self.registry.members.items())]
+        workers = [m for rank, m in sorted(self.registry.members.items()) if rank not in self._initialised]
         candidates = [*self.registry.live_validators(), *workers]
         self._asked = next((m.session for m in candidates if m.session is not None), None)
         return [] if self._asked is None else [AskInitial(self._asked)]
@@ -209,8 +218,13 @@ class Coordinator:
         label = member.label if member else "a worker"
         if problem:
             return list(self._finish(Status.DIVERGED, f"the initial values of {label} cannot be used: {problem}"))
+        told: list[Instruction] = [Announce(f"initial values came from {label}")]
+        if self.policy.weighting is not None and member is not None:
+            self._initialised.add(member.rank)
+            if len(self._initialised) < self.policy.workers:
+                return told + self._ask_next()
         self.has_values = True
-        return [Announce(f"initial values came from {label}"), *self._run(now)]
+        return told + self._run(now)
 
     def _run(self, now: float) -> list[Instruction]:
         self._enter(Phase.RUNNING, now)
@@ -247,27 +261,47 @@ class Coordinator:
         member = self.registry.of(session)
         if member is None:
             return Drop(())
-        if push.epoch != self.epoch:
-            return self._drop(member, push, self.stale, "the push was computed before the server started anew")
-        if push.seq <= member.last_seq:
-            return self._drop(member, push, self.duplicates)
-        if self.phase in (Phase.GATHERING, Phase.INITIALISING):
-            return self._drop(member, push, self.stale, "the push came before the first values")
-        if self.phase is not Phase.RUNNING or push.step != self.step:
-            reason = f"the push is of step {push.step}, the round is {self.step}"
-            return self._drop(member, push, self.stale, reason)
+        untimely = self._untimely(member, push)
+        if untimely is not None:
+            return untimely
         if member.role is Role.VALIDATOR and not self._round.validated:
             return self._drop(member, push, self.stale, f"round {self.step} is not one to validate")
         if self._in_round(member):
             reason = f"an earlier push of {member.label} is in round {self.step} already"
             return self._drop(member, push, self.duplicates, reason)
+        if self._weighs_examples and member.rank not in (self._round.weighed or ()):
+            return self._drop(member, push, self.stale, "its logits must be weighed before its gradient")
         return Take(member.rank)
+
+    @property
+    def _weighs_examples(self) -> bool:
+        return self.policy.weighting is Weighting.SAMPLE
+
+    def _untimely(self, member: Member, message: Push | Logits) -> Drop | None:
+        """Drop what is not of the open round, or was judged before; None if it is neither."""
+        if message.epoch != self.epoch:
+            return self._drop(member, message, self.stale, "the push was computed before the server started anew")
+        if message.seq <= member.last_seq:
+            return self._drop(member, message, self.duplicates)
+        if self.phase in (Phase.GATHERING, Phase.INITIALISING):
+            return self._drop(member, message, self.stale, "the push came before the first values")
+        if self.phase is not Phase.RUNNING or message.step != self.step:
+            reason = f"the push is of step {message.step}, the round is {self.step}"
+            return self._drop(member, message, self.stale, reason)
+        return None
 
     def _in_round(self, member: Member) -> bool:
         known = self._round.references if member.role is Role.VALIDATOR else self._round.pushes
         return member.rank in known
 
-    def _drop(self, member: Member, push: Push, counter: dict[int, int], reason: str | None = None) -> Drop:
+    def _drop(
+        self,
+        member: Member,
+        push: Push | Logits,
+        counter: dict[int, int],
+        reason: str | None = None,
+        min_step: int = 0,
+    ) -> Drop:
         """Count a push that is not taken, and answer it as soon as there are values for it.
 
         Args:
@@ -275,17 +309,24 @@ class Coordinator:
             push: its header.
             counter: where it is counted.
             reason: why it is not taken; None: it was judged before and is answered from memory.
+            min_step: values of an earlier step are no answer.
         """
         assert member.session is not None
         counter[member.rank] = counter.get(member.rank, 0) + 1
         if reason is not None and push.seq > member.last_seq:
             member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
         applied, why = (member.last_applied, member.last_reason) if reason is None else (False, reason)
-        self._pending[member.session] = _Pending(push.seq, applied=applied, reason=why)
+        self._pending[member.session] = _Pending(push.seq, min_step, applied, why)
         return Drop(tuple(self._answer()))
 
     def push_arrived(
-        self, session: SessionId, push: Push, gradient_norm: float, bad_variable: str | None, now: float
+        self,
+        session: SessionId,
+        push: Push,
+        gradient_norm: float,
+        bad_variable: str | None,
+        now: float,
+        problem: str = "",
     ) -> list[Instruction]:
         """The payload of a push that was to be taken is complete.
 
@@ -295,6 +336,7 @@ class Coordinator:
             gradient_norm: of its trainable part, float64.
             bad_variable: the first variable with a NaN or infinity, or None.
             now: monotonic seconds.
+            problem: why what it carries beside the gradient cannot be used, or empty.
         """
         member = self.registry.of(session)
         if member is None:
@@ -304,13 +346,15 @@ class Coordinator:
                 reason = f"the push is of step {push.step}, the round is {self.step}"
                 return list(self._drop(member, push, self.stale, reason).then)
             return []
-        refused = ""
+        refused = problem
         if bad_variable is not None:
             refused = f"the gradient of {bad_variable!r} is not finite"
         elif push.loss is not None and not math.isfinite(push.loss):
             refused = f"the loss is {push.loss}"
         elif push.examples == 0:
             refused = "its batch has no examples"
+        elif self._weighs_examples and push.labels != self._round.answers[member.rank].labels:
+            refused = "its labels are not those of its logits"
         told: list[Instruction] = []
         if refused:
             self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
@@ -318,19 +362,103 @@ class Coordinator:
         self.pushes[member.rank] = self.pushes.get(member.rank, 0) + 1
         member.last_seq, member.last_applied, member.last_reason = push.seq, not refused, refused
         contribution = Contribution(
-            member.rank, session, push.seq, push.loss, push.accuracy, push.examples, gradient_norm, refused
+            member.rank,
+            session,
+            push.seq,
+            push.loss,
+            push.accuracy,
+            push.examples,
+            gradient_norm,
+            refused,
+            push.labels,
         )
         self._round.take(contribution, member.role is Role.VALIDATOR, now)
         member.excused = False
         self._pending[session] = _Pending(push.seq, applied=not refused, reason=refused)
         return [*told, *self._close_if_complete(now)]
 
+    # ---- events: logits, where each example is weighed ---------------------------------------------------
+
+    def logits_begin(self, session: SessionId, logits: Logits) -> Take | Drop:
+        """The header of a member's logits is here; decide where they go."""
+        member = self.registry.of(session)
+        if member is None:
+            return Drop(())
+        untimely = self._untimely(member, logits)
+        if untimely is not None:
+            return untimely
+        weighed = self._round.weighed
+        if self._in_round(member) or (weighed is not None and member.rank not in weighed):
+            reason = f"{member.label} takes no part in round {self.step}, which is under way"
+            return self._drop(member, logits, self.stale, reason, min_step=self.step + 1)
+        if weighed is not None:  # as they were computed before: a member that started again computes the same
+            return Drop((SendWeights(session, member.rank, logits.seq),))
+        return Take(member.rank)
+
+    def logits_arrived(self, session: SessionId, logits: Logits, problem: str, now: float) -> list[Instruction]:
+        """A member's logits are complete; `problem` says why they cannot be used, or is empty."""
+        member = self.registry.of(session)
+        if member is None or self.phase is not Phase.RUNNING or logits.step != self.step or self._in_round(member):
+            return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
+        if self._round.weighed is not None:
+            return [SendWeights(session, member.rank, logits.seq)]
+        if self._round.began is None:
+            self._round.began = now
+        answer = Answer(session, logits.seq, logits.labels)
+        told = list(self._refuse_answer(member, answer, problem, now)) if problem else []
+        if not problem:
+            self._round.answers[member.rank] = answer
+        return [*told, *self._weigh_if_complete(now)]
+
+    def _refuse_answer(self, member: Member, answer: Answer, reason: str, now: float) -> Iterator[Instruction]:
+        """Count a member that cannot be weighed as present in this round, with weight 0."""
+        self._round.answers.pop(member.rank, None)
+        refused = Contribution(
+            member.rank, answer.session, answer.seq, None, None, 0, math.inf, reason, answer.labels
+        )
+        self._round.take(refused, False, now)
+        yield self._refuse(member, refused)
+
+    def _refuse(self, member: Member, refused: Contribution) -> Announce:
+        self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
+        if refused.seq >= member.last_seq:
+            member.last_seq, member.last_applied, member.last_reason = refused.seq, False, refused.refused
+        waits = None if member.session is None else self._pending.get(member.session)
+        if member.session == refused.session or (waits is not None and waits.seq == refused.seq):
+            assert member.session is not None
+            self._pending[member.session] = _Pending(refused.seq, reason=refused.refused)
+        return Announce(f"{member.label}: push of step {self.step} refused: {refused.refused}", warning=True)
+
+    def _weigh_if_complete(self, now: float) -> Iterator[Instruction]:
+        """Weigh the answers once those of all ranks are here that have not left on purpose."""
+        known = self._round
+        if not self._weighs_examples or known.weighed is not None or self.phase is not Phase.RUNNING:
+            return
+        there = frozenset(known.answers) | frozenset(known.pushes)
+        if not there or not frozenset(self.registry.active()) <= there:
+            return
+        digests = {rank: answer.labels for rank, answer in known.answers.items()}
+        for rank, reason in other_labels(digests).items():
+            yield from self._refuse_answer(self.registry.members[rank], known.answers[rank], reason, now)
+        if not known.answers:
+            yield from self._close_if_complete(now)
+            return
+        known.weighed, known.began = frozenset(known.answers), now
+        yield WeighAnswers(self.step, tuple(sorted(known.answers)))
+        for rank, answer in sorted(known.answers.items()):
+            yield SendWeights(answer.session, rank, answer.seq)
+
     # ---- rounds ----------------------------------------------------------------------------------------
 
     def _close_if_complete(self, now: float) -> Iterator[Instruction]:
         awaited = frozenset(m.rank for m in self._awaited_validators())
-        if not may_close(frozenset(self._round.pushes), frozenset(self.registry.active()), awaited):
+        active = frozenset(self.registry.active())
+        if self._round.weighed is not None:  # who came later takes no part
+            active &= self._round.weighed
+        deserted = self._round.weighed is not None and not active
+        if not deserted and not may_close(frozenset(self._round.pushes), active, awaited):
             return
+        yield from self._refuse_other_labels()
         contributions = self._round.contributions()
         usable = sum(not c.refused for c in contributions)
         if usable:
@@ -355,6 +483,15 @@ class Coordinator:
         yield from self._answer()
         if self.phase is Phase.DRAINING:
             yield from self._drained(now)
+
+    def _refuse_other_labels(self) -> Iterator[Instruction]:
+        if self.policy.weighting is not Weighting.BATCH:
+            return
+        pushes = self._round.pushes
+        digests = {rank: push.labels for rank, push in pushes.items() if not push.refused}
+        for rank, reason in other_labels(digests).items():
+            pushes[rank] = replace(pushes[rank], refused=reason)
+            yield self._refuse(self.registry.members[rank], pushes[rank])
 
     def _new_round(self) -> OpenRound:
         return OpenRound(self.step, self.step in self.policy.validated)
@@ -431,7 +568,13 @@ class Coordinator:
             yield from self._close_if_complete(now)
 
     def _absent(self) -> list[int]:
-        return [rank for rank in self.registry.active() if rank not in self._round.pushes]
+        there = set(self._round.pushes)
+        if self._weighs_examples and self._round.weighed is None:
+            there |= set(self._round.answers)
+        active = self.registry.active()
+        if self._round.weighed is not None:
+            active = [rank for rank in active if rank in self._round.weighed]
+        return [rank for rank in active if rank not in there]
 
     def waiting_for(self, now: float) -> str:
         """Say in words for whom the run waits and since when; empty if for nobody."""

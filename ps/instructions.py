@@ -8,7 +8,10 @@ from ps.members import SessionId
 
 @dataclass(frozen=True)
 class Contribution:
-    """One rank's push in a round; `refused` says why it counts with weight 0, or is empty."""
+    """One rank's push in a round; `refused` says why it counts with weight 0, or is empty.
+
+    `labels` is the digest of its labels in ensemble mode.
+    """
 
     rank: int
     session: SessionId
@@ -18,6 +21,7 @@ class Contribution:
     examples: int
     gradient_norm: float
     refused: str = ""
+    labels: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,23 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class WeighAnswers:
+    """Weigh the logits of these ranks (ascending), which are the answers to the batch of one step."""
+
+    step: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """Send a rank the weights of its examples; `seq` names the logits that this answers."""
+
+    session: SessionId
+    rank: int
+    seq: int
+
+
+@dataclass(frozen=True)
 class Announce:
     """Tell the operator."""
 
@@ -73,7 +94,7 @@ class Finish:
     reason: str
 
 
-Instruction = AskInitial | CloseRound | SkipRound | Reply | Announce | Finish
+Instruction = AskInitial | CloseRound | SkipRound | Reply | WeighAnswers | SendWeights | Announce | Finish
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,22 @@
 """The open round as a pure object: who has pushed, and whether it may close."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ps.instructions import Contribution
-from ps.members import name_ranks
+from ps.members import SessionId, name_ranks
 
 MAX_REASONS = 3
 """Different reasons that one sentence names."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A member's logits in a round whose examples are weighed one by one; `labels` is their digest."""
+
+    session: SessionId
+    seq: int
+    labels: bytes
 
 
 @dataclass
@@ -19,13 +28,17 @@ class OpenRound:
         validated: whether validators are asked for a reference gradient.
         pushes: what has arrived, by rank; refused pushes too.
         references: what has arrived of validators, by number.
-        began: when the first of them came (monotonic seconds), or None.
+        answers: logits that have arrived, by rank; none where single examples are not weighed.
+        weighed: the ranks whose answers were weighed, after which they may push; None before.
+        began: when the first of them came, after the weighing when that was (monotonic seconds), or None.
     """
 
     step: int
     validated: bool = False
     pushes: dict[int, Contribution] = field(default_factory=dict)
     references: dict[int, Contribution] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    weighed: frozenset[int] | None = None
     began: float | None = None
 
     def take(self, contribution: Contribution, is_reference: bool, now: float) -> None:
@@ -52,6 +65,20 @@ def may_close(present: frozenset[int], active: frozenset[int], awaited_reference
         awaited_references: validators that are asked for this round, are waited for, and have not pushed.
     """
     return bool(present) and active <= present and not awaited_references
+
+
+def other_labels(digests: Mapping[int, bytes | None]) -> dict[int, str]:
+    """Return which ranks have other labels than the lowest rank, and why they are refused for it.
+
+    Args:
+        digests: by rank, of those that are not refused already.
+    """
+    first = min(digests, default=0)
+    return {
+        rank: f"its labels are not those of rank {first}: all members must have the same data, seed and batch size"
+        for rank in sorted(digests)
+        if digests[rank] != digests[first]
+    }
 
 
 def refusals(contributions: Sequence[Contribution]) -> str:

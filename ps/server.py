@@ -3,12 +3,16 @@
 All state is behind one lock. `_update` is the one place where the weights are updated.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import (
@@ -20,15 +24,29 @@ from protocol.errors import (
     Refused,
     WeighmasterError,
 )
-from protocol.messages import AUTO_RANK, Offer, Push, RefusalCode, Report, Role, Status, Values, Welcome
+from protocol.messages import (
+    AUTO_RANK,
+    Logits,
+    Offer,
+    Push,
+    RefusalCode,
+    Report,
+    Role,
+    Status,
+    TestLogits,
+    Values,
+    Weights,
+    Welcome,
+)
 from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
 from protocol.transport import Address, Channel, Listener
-from ps.build import make_rule, make_schedule, make_store, policy_of
-from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser, line_of
+from ps.build import make_ensemble, make_rule, make_schedule, make_store, policy_of
+from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator, Phase
+from ps.ensemble_mode import Terms
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -37,13 +55,15 @@ from ps.instructions import (
     Finish,
     Instruction,
     Reply,
+    SendWeights,
     SkipRound,
     Take,
+    WeighAnswers,
 )
 from ps.members import Claim, Granted, Identity
-from ps.metrics import Metrics, TestResult
-from ps.outcome import RoundLog
-from ps.session import Session
+from ps.metrics import TestResult
+from ps.record import Record
+from ps.session import Answered, Session
 from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
 
 logger = logging.getLogger("weighmaster.ps")
@@ -68,6 +88,14 @@ EXIT_CODES = {
     Status.INTERRUPTED: ExitCode.SIGTERM,
     Status.FAILED: ExitCode.CONFIGURATION,
 }
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a client is told when it has joined, and what holds for its connection from then on."""
+
+    welcome: Welcome
+    terms: Terms
 
 
 class ParameterServer:
@@ -98,9 +126,9 @@ class ParameterServer:
         self._coordinator = Coordinator(
             policy_of(config), epoch, self._began, has_values=initial_values is not None
         )
-        self._metrics = Metrics()
-        self._round_log = RoundLog(config.run_dir / "rounds.jsonl")
-        self._fell_back = False
+        self._record = Record(config.run_dir)
+        self._ensemble = make_ensemble(config, initial_values)
+        self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
         self._store: Store | None = None
         self._receivers: tuple[Receiver, ...] = ()
         self._sessions: dict[int, Session] = {}
@@ -158,7 +186,8 @@ class ParameterServer:
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
             self._carry_out(self._coordinator.tick(now))
-            self._round_log.flush()
+            self.settle()
+            self._record.flush()
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
             self._say_whom_we_wait_for(now)
@@ -176,7 +205,8 @@ class ParameterServer:
 
     def summary(self, finish: Finish) -> dict[str, Any]:
         """Return what became of the run, ready for JSON."""
-        return self._metrics.summary(self._coordinator, finish.status, self._finished_at - self._began)
+        summary = self._record.summary(self._coordinator, finish.status, self._finished_at - self._began)
+        return summary if self._ensemble is None else summary | {"ensemble": self._ensemble.summary()}
 
     def final_values(self) -> dict[str, NDArray[Any]] | None:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
@@ -225,17 +255,18 @@ class ParameterServer:
             session.link.abort()
         for session in sessions:
             session.join()
-        self._round_log.close()
+        self.settle()
+        self._record.close()
         if self._store is not None:
             self._store.close()
 
     def _show_progress(self, now: float) -> None:
-        test = self._metrics.test
+        test = self._record.metrics.test
         self._console.progress(
             self._coordinator.step,
-            self._metrics.loss,
+            self._record.metrics.loss,
             test.accuracy if test else None,
-            self._metrics.examples_per_s(now),
+            self._record.metrics.examples_per_s(now),
             now,
         )
 
@@ -271,10 +302,10 @@ class ParameterServer:
     def has_variables(self) -> bool:
         """Whether a worker has defined them."""
         with self._lock:
-            return self._store is not None
+            return self._store is not None or self._ensemble is not None  # that one takes no evaluators
 
-    def agree(self, offer: Offer) -> Layout:
-        """Agree on the variables: the first worker's offer defines them, every other must be the same.
+    def check_offer(self, who: Identity, offer: Offer) -> None:
+        """Check what an offer says before the identity is settled; in mode shared, agree on the variables.
 
         Raises:
             Refused: other variables, another seed, a dtype that cannot be served, or too many bytes.
@@ -285,18 +316,50 @@ class ParameterServer:
                 f"the worker was started with --seed {offer.seed}, the server with {self.config.seed}: "
                 "leave it out on the worker",
             )
-        manifest = Manifest.from_wire(offer.manifest)
+        if self._ensemble is None:
+            self._agree(Manifest.from_wire(offer.manifest))
+        elif who.role is not Role.WORKER:
+            raise Refused(
+                RefusalCode.MANIFEST,
+                f"this server trains an ensemble, which takes no {who.role}: its members measure themselves",
+            )
+
+    def _agree(self, manifest: Manifest) -> None:
+        """Agree on the variables: the first worker's offer defines them, every other must be the same."""
         with self._lock:
             if self._store is None:
                 self._store = self._make_store(manifest)
                 slots = self.config.workers + self.config.validator_slots
                 self._receivers = tuple(self._store.receiver(slot) for slot in range(slots))
-                return self._store.layout
+                return
         try:
             self._store.layout.manifest.check_same_variables(manifest, "the server", "the worker")
         except ManifestMismatch as error:
             raise Refused(RefusalCode.MANIFEST, str(error)) from error
-        return self._store.layout
+
+    def _terms(self, offer: Offer, rank: int) -> Terms:
+        """Return what is agreed with one client; in an ensemble the last member's offer makes the store."""
+        if self._ensemble is None:
+            assert self._store is not None
+            return Terms(self._store.layout, {})
+        with self._failing():
+            terms = self._ensemble.agree(offer, rank)
+        if self._store is None and self._ensemble.store is not None:
+            self._store = self._ensemble.store
+            self._receivers = tuple(self._store.receiver(slot) for slot in range(self.config.workers))
+        return terms
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End the run when the server cannot hold what the workers have, and refuse who brought it."""
+        try:
+            yield
+        except ManifestMismatch as error:
+            self.stop(Status.FAILED, str(error))
+            raise Refused(RefusalCode.MANIFEST, str(error)) from error
+        except ConfigurationError as error:
+            self.stop(Status.FAILED, str(error))
+            raise Refused(RefusalCode.TOO_LARGE, str(error)) from error
 
     def _make_store(self, manifest: Manifest) -> Store:
         if not manifest.variables:
@@ -308,25 +371,23 @@ class ParameterServer:
                 f"the variables take {layout.payload_bytes} bytes, above --max-model-bytes "
                 f"{self.config.max_model_bytes} of the server",
             )
-        try:
+        with self._failing():
             return make_store(self.config, layout, self._initial_values)
-        except ManifestMismatch as error:
-            self.stop(Status.FAILED, str(error))
-            raise Refused(RefusalCode.MANIFEST, str(error)) from error
-        except ConfigurationError as error:
-            self.stop(Status.FAILED, str(error))
-            raise Refused(RefusalCode.TOO_LARGE, str(error)) from error
 
-    def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Welcome | None:
-        """Welcome a session under an identity; None if the identity was taken meanwhile."""
+    def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Admission | None:
+        """Welcome a session under an identity; None if the identity was taken meanwhile.
+
+        Raises:
+            Refused: it cannot be a member of the ensemble.
+        """
         with self._lock:
             again = self._coordinator.registry.claim(who)
             if not isinstance(again, Granted) or again.replaces is not None:
                 return None
             known = self._coordinator.registry.member(who.role, granted.rank)
             threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
+            terms = self._terms(offer, again.rank)
             told = self._coordinator.joined(session.number, who, again, threads, time.monotonic())
-            assert self._store is not None
             welcome = Welcome(
                 epoch=self.epoch,
                 step=self._coordinator.step,
@@ -341,10 +402,11 @@ class ParameterServer:
                 codec="raw",
                 heartbeat_interval=float(self.config.heartbeat_interval),
                 heartbeat_timeout=float(self.config.heartbeat_timeout),
-                manifest=self._store.layout.manifest.to_wire(),
+                manifest=terms.layout.manifest.to_wire(),
+                weighting=self.config.weighting if self._ensemble is not None else "",
             )
             self._carry_out(told)
-            return welcome
+            return Admission(welcome, terms)
 
     def left(self, session: Session, reason: str, on_purpose: bool = False) -> None:
         """A session has ended; the coordinator hears of it if it had joined."""
@@ -376,11 +438,47 @@ class ParameterServer:
     def push_arrived(self, session: Session, push: Push, check: PushCheck) -> None:
         """The payload of a push is in its slot; this may close the round."""
         with self._lock:
+            member, problem = self._coordinator.registry.of(session.number), ""
+            if self._ensemble is not None and member is not None:
+                problem = self._ensemble.problem_of(member.rank, push.labels)
             self._carry_out(
                 self._coordinator.push_arrived(
-                    session.number, push, check.gradient_norm, check.bad_variable, time.monotonic()
+                    session.number, push, check.gradient_norm, check.bad_variable, time.monotonic(), problem
                 )
             )
+
+    def logits_begin(self, session: Session, logits: Logits) -> bool:
+        """A member's logits are on their way; say whether they are wanted."""
+        with self._lock:
+            match self._coordinator.logits_begin(session.number, logits):
+                case Take():
+                    return True
+                case Drop(then):
+                    session.after_payload = lambda: self._carry_out_locked(then)
+            return False
+
+    def logits_arrived(self, session: Session, logits: Logits, payload: NDArray[np.uint8]) -> None:
+        """A member's logits are here; those of the last member let all be weighed."""
+        with self._lock:
+            member = self._coordinator.registry.of(session.number)
+            if self._ensemble is None or member is None:
+                return
+            problem = self._ensemble.show(member.rank, payload, logits.labels)
+            self._carry_out(self._coordinator.logits_arrived(session.number, logits, problem, time.monotonic()))
+
+    def tested(self, session: Session, logits: TestLogits, payload: NDArray[np.uint8]) -> None:
+        """A member has answered the test set at the values of a step."""
+        with self._lock:
+            member, course = self._coordinator.registry.of(session.number), self._coordinator
+            if self._ensemble is None or member is None or (logits.epoch, logits.step) != (self.epoch, course.step):
+                return
+            self._ensemble.tested(member.rank, logits.step, payload, course.registry.active())
+            self._take_vote()
+
+    def _take_vote(self) -> None:
+        if self._ensemble is not None and self._ensemble.votes is not None:
+            step, vote = self._ensemble.votes
+            self._record.metrics.tested(TestResult(step, float("nan"), vote.weighted))
 
     def initial_arrived(self, session: Session, buffer: NDArray[Any]) -> None:
         """Initial values are here."""
@@ -390,7 +488,11 @@ class ParameterServer:
             assert self._store is not None
             problem = ""
             try:
-                self._store.initialise(buffer)
+                member = self._coordinator.registry.of(session.number)
+                if self._ensemble is not None and self._ensemble.store is not None and member is not None:
+                    self._ensemble.store.initialise_part(member.rank, buffer)
+                else:
+                    self._store.initialise(buffer)
             except NotFinite as error:
                 problem = str(error)
             self._carry_out(self._coordinator.initialised(session.number, problem, time.monotonic()))
@@ -399,7 +501,7 @@ class ParameterServer:
         """An evaluator has measured the values of a step."""
         with self._lock:
             if report.epoch == self.epoch and report.step <= self._coordinator.step:
-                self._metrics.tested(TestResult(report.step, report.loss, report.accuracy))
+                self._record.metrics.tested(TestResult(report.step, report.loss, report.accuracy))
 
     def waiting_for(self) -> str:
         """Say in words for whom the run waits."""
@@ -411,6 +513,14 @@ class ParameterServer:
         assert self._store is not None
         hold = self._store.hold(session.link.abort)
         return self._values(hold.version.step, reply), hold
+
+    def part_of(self, session: Session, buffer: memoryview) -> list[memoryview]:
+        """Return the pieces of values that a client gets: all, or a member's part."""
+        with self._lock:
+            member = self._coordinator.registry.of(session.number)
+        if self._ensemble is None or self._ensemble.store is None or member is None:
+            return [buffer]
+        return self._ensemble.store.part_of(buffer, member.rank)
 
     def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
         """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply."""
@@ -437,15 +547,22 @@ class ParameterServer:
             self._carry_out(instructions)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        rounds: list[tuple[CloseRound | SkipRound, Closed]] = []
         for instruction in instructions:
             match instruction:
                 case CloseRound():
-                    rounds.append((instruction, self._update(instruction)))
+                    self._unsettled.append((instruction, self._update(instruction)))
                 case SkipRound():
                     assert self._store is not None
-                    self._store.skip()
-                    rounds.append((instruction, Closed()))
+                    if self._ensemble is not None:
+                        self._ensemble.skip()
+                    else:
+                        self._store.skip()
+                    self._unsettled.append((instruction, Closed()))
+                case WeighAnswers(ranks=ranks):
+                    assert self._ensemble is not None
+                    self._ensemble.weigh(ranks)
+                case SendWeights():
+                    self._post_weights(instruction)
                 case Reply(session=number) | AskInitial(session=number):
                     session = self._sessions.get(number)
                     if session is not None:
@@ -453,31 +570,47 @@ class ParameterServer:
                 case Announce(text, warning):
                     logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
                 case Finish():
+                    if self._ensemble is not None:
+                        self._ensemble.vote_now()
+                        self._take_vote()
                     self._finish, self._finished_at = instruction, time.monotonic()
                     if instruction.status is not Status.DONE:
                         for session in self._sessions.values():
                             session.post(instruction)
                     self._ended.set()
-        for closing, closed in rounds:  # after the replies: nobody waits for what is learned and written down
-            self._after_round(closing, closed)
+
+    def settle(self) -> None:
+        """Learn from the rounds that have closed, and write them down; after the replies: nobody waits for it."""
+        while self._unsettled:
+            with self._lock:
+                if self._unsettled:
+                    self._after_round(*self._unsettled.popleft())
 
     def _update(self, closing: CloseRound) -> Closed:
         """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
         assert self._store is not None
+        if self._ensemble is not None:
+            weights = self._ensemble.close(closing)
+            self._take_vote()
+            return Closed(weights=weights)
         return self._closer.close(self._store, closing, [self._name_of(c.rank) for c in closing.contributions])
+
+    def _post_weights(self, sending: SendWeights) -> None:
+        session = self._sessions.get(sending.session)
+        if session is not None and self._ensemble is not None:
+            message = Weights(self.epoch, self._coordinator.step, sending.seq)
+            session.post(Answered(message, self._ensemble.weights_for(sending.rank)))
 
     def _name_of(self, rank: int) -> str:
         return self._coordinator.registry.members[rank].name
 
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
-        self._metrics.round_closed(closing.contributions, closed.weights, time.monotonic())
+        if self._ensemble is not None:
+            self._ensemble.learn()
         self._closer.learn()
-        self._round_log.write(line_of(closing.step, closing.contributions, closed))
+        self._record.add(closing, closed, self._closer.rule, time.monotonic())
         if self._closer.unapplied >= MAX_UNAPPLIED:
             self.stop(
                 Status.DIVERGED,
                 f"the rule {self.config.aggregation} found no gradient to apply in {MAX_UNAPPLIED} rounds in a row",
             )
-        if closed.decision is not None and closed.decision.fallback and not self._fell_back:
-            self._fell_back = True
-            logger.warning("round %d: %s; said once", closing.step, closed.decision.fallback)

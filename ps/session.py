@@ -6,11 +6,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protocol.arena import aligned_empty
-from protocol.errors import NetworkError, PeerSilent, Refused, RemoteProtocolError, VersionMismatch
+from protocol.errors import (
+    NetworkError,
+    PeerSilent,
+    Refused,
+    RemoteProtocolError,
+    VersionMismatch,
+    WeighmasterError,
+)
 from protocol.link import HANDSHAKE_S, Link, expect
 from protocol.messages import (
     AUTO_RANK,
@@ -23,6 +33,8 @@ from protocol.messages import (
     Hello,
     Initial,
     Kind,
+    Logits,
+    Message,
     Offer,
     Proof,
     Pull,
@@ -33,6 +45,7 @@ from protocol.messages import (
     Role,
     ServerProof,
     Side,
+    TestLogits,
 )
 from protocol.proof import NO_PROOF, prove, proves
 from protocol.tokens import Grant, candidates
@@ -60,7 +73,16 @@ REFUSAL_BYTES = 64
 LAST_WORDS_S = 1.0
 """How long a connection stays half open so that the peer can read why it ended."""
 
-Outgoing = decided.Reply | decided.AskInitial | decided.Finish
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """A message whose payload was made when it was decided: it may change before it is sent."""
+
+    message: Message
+    payload: NDArray[np.uint8]
+
+
+Outgoing = decided.Reply | decided.AskInitial | decided.Finish | Answered
 
 
 class Session(threading.Thread):
@@ -151,9 +173,8 @@ class Session(threading.Thread):
         claim = self._server.claim(who)
         if isinstance(claim, Denied):  # before its offer is looked at: who is turned away defines no variables
             raise Refused(claim.code, claim.reason)
-        layout = self._server.agree(offer)
+        self._server.check_offer(who, offer)
         self._take_identity(who, offer)
-        self.link.connection.agree(layout)
         self.link.silence_s = self._server.config.heartbeat_timeout
 
     def _authenticate(self, hello: Hello) -> Identity:
@@ -216,11 +237,16 @@ class Session(threading.Thread):
         # The welcome must be the first frame: replies that joining sets off wait in the outbox.
         self.joined = True
         self.link.heard_at = time.monotonic()  # a client beats from its welcome on, however long it was held
-        welcome = self._server.join(self, who, granted, offer)
-        if welcome is None:
+        try:
+            admission = self._server.join(self, who, granted, offer)
+        except WeighmasterError:
+            self.joined = False
+            raise
+        if admission is None:
             self.joined = False
             return False
-        self.link.send(welcome)
+        self.link.send(admission.welcome)
+        self.link.connection.agree(admission.terms.layout, admission.terms.payloads)
         return True
 
     def _wait_for_holder(self, claim: Contested) -> bool:
@@ -257,6 +283,7 @@ class Session(threading.Thread):
             while self._outbox:
                 if not self._deliver(self._outbox.popleft()):
                     return "the run has ended", False
+            self._server.settle()
             if not self.link.wait(self._tick_s, self._wake):
                 self._wake.clear()
                 self._keep_alive()
@@ -265,6 +292,10 @@ class Session(threading.Thread):
             match message:
                 case Push():
                     self._receive_push(message)
+                case Logits():
+                    self._receive_logits(message)
+                case TestLogits():
+                    self._server.tested(self, message, self._receive_whole())
                 case Pull(min_step):
                     self._owes_values = True
                     self._server.pulled(self, min_step)
@@ -277,22 +308,35 @@ class Session(threading.Thread):
                 case _:  # a heartbeat has done its work by arriving
                     pass
 
-    def _receive_initial(self) -> None:
+    def _receive_whole(self) -> NDArray[np.uint8]:
         buffer = aligned_empty(self.link.connection.payload_bytes)
         self.link.receive_payload(buffer.data)
-        self._server.initial_arrived(self, buffer)
+        return buffer
+
+    def _receive_initial(self) -> None:
+        self._server.initial_arrived(self, self._receive_whole())
+
+    def _receive_logits(self, logits: Logits) -> None:
+        self._owes_values = True
+        if self._server.logits_begin(self, logits):
+            self._server.logits_arrived(self, logits, self._receive_whole())
+            return
+        self._discard()
 
     def _receive_push(self, push: Push) -> None:
         self._owes_values = True
         receiver = self._server.push_begins(self, push)
         if receiver is None:
-            self.link.discard_payload()
-            if self.after_payload is not None:
-                self.after_payload()
-                self.after_payload = None
+            self._discard()
             return
         self.link.receive_payload(receiver.buffer, receiver.block_ends, receiver.received)
         self._server.push_arrived(self, push, receiver.finish())
+
+    def _discard(self) -> None:
+        self.link.discard_payload()
+        if self.after_payload is not None:
+            self.after_payload()
+            self.after_payload = None
 
     def _keep_alive(self) -> None:
         silent_s = time.monotonic() - self.link.heard_at
@@ -307,6 +351,9 @@ class Session(threading.Thread):
             case decided.Reply():
                 self._owes_values = False
                 self._send_values(item)
+            case Answered(message, payload):
+                self._owes_values = False
+                self.link.send(message, [payload.data])
             case decided.AskInitial():
                 self.link.send(AskInitial())
             case decided.Finish(status, reason):
@@ -322,7 +369,7 @@ class Session(threading.Thread):
             return
         values, hold = self._server.hold_values(self, reply)
         with hold as version:
-            self.link.send(values, [version.buffer])
+            self.link.send(values, self._server.part_of(self, version.buffer))
 
 
 def _as_granted(who: Identity, grant: Grant) -> Identity:

@@ -98,7 +98,8 @@ class Store:
         ConfigurationError: a variable has a dtype that cannot be computed in.
     """
 
-    def __init__(self, layout: Layout, config: StoreConfig) -> None:
+    def __init__(self, layout: Layout, config: StoreConfig, row_bytes: int | None = None) -> None:
+        """Allocate everything; `row_bytes` is the size of a row, None for the payload of the layout."""
         self.check_supported(layout.manifest)
         self.layout = layout
         self.config = config
@@ -109,7 +110,8 @@ class Store:
         self._blocks = plan_blocks(layout)
         rows = config.slots + config.references
         # Uninitialised on purpose: a row that is never received into costs no memory.
-        self._slab = aligned_empty(rows * layout.payload_bytes).reshape(rows, -1)
+        row_bytes = layout.payload_bytes if row_bytes is None else row_bytes
+        self._slab = aligned_empty(rows * row_bytes).reshape(rows, row_bytes)
         self._versions = Versions(layout, config.release_timeout_s)
         self._trainable = tuple(self._trainable_run(run) for run in layout.runs_of(Kind.TRAINABLE))
         self._state = tuple(self._place(run) for run in layout.runs_of(Kind.STATE))
@@ -149,10 +151,14 @@ class Store:
         return Place(
             run=run,
             rows=self._slab.view(dtype),
-            column=run.start // dtype.itemsize,
+            column=self._column(run) // dtype.itemsize,
             values=tuple(arena.run_view(run) for arena in self._versions.arenas),
             pieces=tuple(pieces((run.end - run.start) // dtype.itemsize)),
         )
+
+    def _column(self, run: Run) -> int:
+        """Return the byte of a row where a run begins."""
+        return run.start
 
     def _trainable_run(self, run: Run) -> TrainableRun:
         size = run.end - run.start

@@ -13,15 +13,13 @@ import numpy as np
 from ps.aggregation import Decision, RoundView
 from ps.evidence import SHARE_CUT, TINY, TRUST_GAIN, WEIGHT_RATE, Evidence, Standing
 from ps.ledger import Matrix, Rows, Vector
-from ps.master import FEATURES, FIELDS, Master
+from ps.master import BETA1, BETA2, EPSILON, FEATURES, FIELDS, LEARNING_RATE, Master
 from ps.user_function import UserFunction, named
-from ps.user_network import Sample, UnusableWeights, UserNetwork
+from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 SHARED_FEATURES = (*FEATURES, "the evidence: how far it is trusted, 0 to 1")
 """What a user's function sees of each worker in shared mode, by column; `features[:, -1]` is the evidence."""
 
-LEARNING_RATE = 5e-3
-"""Of Adam, as for the built-in network in shared mode."""
 DRAWN_PER_ROUND = 3
 """Remembered rounds that are learned after each round, beside the newest; each costs one run of the graph."""
 LEAST_PRESENT = 1e-6
@@ -44,7 +42,7 @@ class UserMaster(Master):
     under a tenth of the largest, divided by their sum, are the target t; the loss is `sum_i (w_i - t_i)^2`. Where
     the validator is silent, t is what the evidence rule decides.
 
-    Cost of a round beside `Master`'s: five runs of the graph, about 0.2 ms each for a small function.
+    Cost of a round beside `Master`'s: five runs of the graph, some tenths of a millisecond each.
 
     Args:
         function: from `load_user_master`.
@@ -59,15 +57,16 @@ class UserMaster(Master):
     def __init__(self, function: UserFunction, num_workers: int, *, validated: bool, seed: int) -> None:
         super().__init__(validated, seed)
         self.evidence: _EvidenceForWeights = _EvidenceForWeights(validated, FIELDS)
-        self.graph = UserNetwork(
-            function,
+        config = UserNetworkConfig(
             len(SHARED_FEATURES),
             num_workers,
             per_example=False,
-            samples=shared_samples(num_workers),
             seed=seed,
-            learning_rate=LEARNING_RATE,
+            beta1=BETA1,
+            beta2=BETA2,
+            epsilon=EPSILON,
         )
+        self.graph = UserNetwork(function, config, shared_samples(num_workers))
         self._who = named(function.spec)
         self._workers = num_workers
         self._rank_of: dict[int, int] = {}  # by serial, of the last round
@@ -133,7 +132,9 @@ class UserMaster(Master):
     def _learn_round(self, entry: int) -> None:
         """Take one step on a remembered round, each name in the row of the rank that it has now."""
         memory = self._memory
-        ranks = np.array([self._rank_of.get(serial, -1) for serial in memory.serials[entry].tolist()], np.intp)
+        ranks = np.array(
+            [self._rank_of.get(serial, -1) for serial in memory.serials[entry].tolist()], np.intp
+        )
         known = np.flatnonzero(ranks >= 0)
         if known.size < 2:
             return
@@ -142,7 +143,7 @@ class UserMaster(Master):
         target[ranks] = target_weights(memory.loudness[entry, known], anchors)
         present[ranks] = 1.0
         features = self._by_rank(memory.features[entry, known], anchors / TRUST_GAIN + 0.5, ranks)
-        self.graph.train(features, target, present)
+        self.graph.train(features, target, present, LEARNING_RATE)
 
     # ---- for people and checkpoints ----------------------------------------------------------------------
 
@@ -194,7 +195,9 @@ class _EvidenceForWeights(Evidence):
         everybody, factors = np.zeros(len(view.usable)), np.ones(len(view.usable))
         everybody[standing.positions] = weights
         bound = self._norm_bound(standing, weights * (weights >= 0.5 * weights.max()))
-        factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
+        factors[standing.positions] = np.maximum(
+            np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY
+        )
         remembered = self.ledger["weight"]
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered[standing.rows] += rate * (weights - remembered[standing.rows])

@@ -22,9 +22,6 @@ Array = NDArray[np.float64]
 SUM_TOLERANCE = 1e-3
 """How far a sum of weights may be from 1: float32 sums over a thousand workers stay within 1e-4."""
 
-BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-4
-"""Of Adam: a short memory, because a worker may turn at any time, and small gradients stay small steps."""
-
 
 class UnusableWeights(Exception):
     """The function's weights cannot be used; the text says what came back."""
@@ -76,6 +73,28 @@ def load_user_master(spec: str) -> UserFunction:
     return load_user_function(spec)
 
 
+@dataclass(frozen=True)
+class UserNetworkConfig:
+    """What a user's function gets and returns, and how it is trained.
+
+    Attributes:
+        columns: F features per worker in shared mode, N x C logits per example in ensemble mode.
+        num_workers: N, at least 1.
+        per_example: False: features [N, F] give weights [N] (shared mode); True: features [B, columns] give weights
+            [B, N] (ensemble mode).
+        seed: of all random numbers.
+        beta1, beta2, epsilon: of Adam.
+    """
+
+    columns: int
+    num_workers: int
+    per_example: bool
+    seed: int
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
 class UserNetwork:
     """What a user's function computes, and Adam for its trainable variables.
 
@@ -84,13 +103,8 @@ class UserNetwork:
 
     Args:
         function: the user's.
-        columns: F features per worker in shared mode, N x C logits per example in ensemble mode.
-        num_workers: N, at least 1.
-        per_example: False: features [N, F] give weights [N] (shared mode); True: features [B, columns] give weights
-            [B, N] (ensemble mode).
+        config: what it gets and returns, and how it is trained.
         samples: what it is tried with; weights must be right for all of them.
-        seed: of all random numbers.
-        learning_rate: of Adam.
 
     Raises:
         ConfigurationError: TensorFlow is not installed, the function raised, or its weights cannot be used.
@@ -100,27 +114,17 @@ class UserNetwork:
         variables: number of variables that training changes; 0 when there are none.
     """
 
-    def __init__(
-        self,
-        function: UserFunction,
-        columns: int,
-        num_workers: int,
-        *,
-        per_example: bool,
-        samples: Sequence[Sample],
-        seed: int,
-        learning_rate: float,
-    ) -> None:
+    def __init__(self, function: UserFunction, config: UserNetworkConfig, samples: Sequence[Sample]) -> None:
         tf = self._tf = import_tensorflow(function.spec)
         self._who = named(function.spec)
-        self._workers = num_workers
-        self._per_example = per_example
+        self._workers = num_workers = config.num_workers
+        self._per_example = config.per_example
         self._variables: list[Any] = []
         self._graph = tf.Graph()
         self._features: Any
         self._weights: Any
-        with self._building(seed):
-            shape = [None if per_example else num_workers, columns]
+        with self._building(config.seed):
+            shape = [None if config.per_example else num_workers, config.columns]
             self._features = tf.compat.v1.placeholder(tf.float32, shape, "features")
             self._weights = self._as_weights(function(self._features, num_workers))
         self._session = tf.compat.v1.Session(
@@ -133,8 +137,8 @@ class UserNetwork:
             self._initialise(0)
             self.normalised = self._check(samples)
             of_user = len(self._variables)
-            with self._building(seed):
-                self._add_training(learning_rate)
+            with self._building(config.seed):
+                self._add_training(config)
                 self._reads = {variable.op.name: tf.identity(variable) for variable in self._variables}
             self._initialise(of_user)
             self._graph.finalize()
@@ -209,17 +213,18 @@ class UserNetwork:
             normalised &= bool((np.abs(weights.sum(axis=-1) - 1.0) <= SUM_TOLERANCE).all())
         return normalised
 
-    def _add_training(self, learning_rate: float) -> None:
+    def _add_training(self, config: UserNetworkConfig) -> None:
         """Add the loss of `train`, and what lessens it."""
         tf = self._tf
         self._target = tf.compat.v1.placeholder(tf.float64, [None] * (1 + self._per_example), "target")
         self._present = tf.compat.v1.placeholder(tf.float64, [self._workers], "present")
+        self._rate = tf.compat.v1.placeholder(tf.float64, [], "rate")
         weights = self._weights * self._present
         if self.normalised:
             weights = tf.math.divide_no_nan(weights, tf.reduce_sum(weights, -1, keepdims=True))
-        distance = tf.reduce_sum((weights - self._target) ** 2 * self._present, -1)
+        distance = tf.reduce_sum((weights - self._target) ** 2, -1)
         if self._per_example:
-            distance = tf.reduce_mean(distance) / tf.reduce_sum(self._present)
+            distance = tf.reduce_mean(distance) / self._workers
         trainable = [one for one in self._variables if one.trainable and one.dtype.is_floating]
         slopes = tf.gradients(distance, trainable) if trainable else []
         pairs = [
@@ -233,7 +238,9 @@ class UserNetwork:
             # One slope that is not finite would spoil the variable and Adam's moments for good.
             good = tf.reduce_all([tf.reduce_all(tf.math.is_finite(slope)) for slope, _ in pairs])
             safe = [(tf.where(good, slope, tf.zeros_like(slope)), one) for slope, one in pairs]
-            adam = tf.compat.v1.train.AdamOptimizer(learning_rate, BETA1, BETA2, EPSILON)
+            # As tensors, since plain numbers become float32, also for float64 variables.
+            constants = [tf.constant(one, tf.float64) for one in (config.beta1, config.beta2, config.epsilon)]
+            adam = tf.compat.v1.train.AdamOptimizer(self._rate, *constants)
             self._train = adam.apply_gradients(safe)
         self._distance = tf.identity(distance)
 
@@ -258,22 +265,23 @@ class UserNetwork:
             raise UnusableWeights(f"returned {fault}")
         return weights if self._per_example else weights / weights.sum()
 
-    def train(self, features: Array, target: Array, present: Array) -> float:
+    def train(self, features: Array, target: Array, present: Array, rate: float) -> float:
         """Take one step of Adam towards a target and return the loss before it.
 
-        The loss is `sum_i (w_i - target_i)^2` over those present in shared mode, w divided by its sum over them; in
-        ensemble mode it is the mean over examples and those present of `(w - target)^2`. A loss whose gradient is
-        not finite changes nothing.
+        The loss is `sum_i (w_i - target_i)^2` over those present in shared mode, w divided by its sum over them,
+        and in ensemble mode `mean((w - target)^2)` over examples and workers, of which the absent add 0. A loss
+        whose gradient is not finite changes nothing.
 
         Args:
             features: as for `weights`.
-            target: [N], or [B, N] in ensemble mode; what is absent is ignored.
+            target: [N], or [B, N] in ensemble mode; 0 where absent.
             present: [N], 1.0 or 0.0.
+            rate: learning rate of this step.
 
         Raises:
             UnusableWeights: TensorFlow failed.
         """
-        feeds = {self._features: features, self._target: target, self._present: present}
+        feeds = {self._features: features, self._target: target, self._present: present, self._rate: rate}
         return float(self._run([self._distance, self._train], feeds)[0])
 
     def _run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Any:

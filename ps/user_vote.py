@@ -1,92 +1,100 @@
-"""A master of the user's own in ensemble mode: weights for each example from the logits of all workers."""
+"""A master of the user's own in ensemble mode: weights for each example from the logits of all members."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ps.ledger import Matrix, Vector
+from protocol.errors import LocalProtocolError
+from ps.ensemble import MasterConfig, correct_answers
+from ps.ledger import Matrix
 from ps.user_function import UserFunction, named
-from ps.user_network import Sample, UnusableWeights, UserNetwork
-
-LEARNING_RATE = 1e-3
-"""Of Adam, unless another is asked for."""
+from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 _SAMPLE_SEED = 1
 
 
 class UserVote:
-    """A user's function as the master of ensemble mode.
+    """A user's function in place of `ps.ensemble.EnsembleMaster`, with the same methods.
 
-    The function gets float32 features [B, N * C], the logits of worker 0, then 1, and so on, and N. It returns
-    weights [B, N], at least 0. Logits of absent workers are 0, and their weights are set to 0; if the weights of
+    The function gets float32 features [B, N * C], the logits of member 0, then 1, and so on, and N. It returns
+    weights [B, N], at least 0. Logits of missing members are 0, and their weights are set to 0; if the weights of
     all made-up batches had sum 1 for each example (a softmax), those of the others are divided by their sum.
-    The function's variables are trained by Adam on `mean((weights - correct)^2)`, one step per round.
 
     Args:
         function: from `load_user_master`.
-        num_workers: N.
-        classes: C, at least 1.
-        seed: of initial values.
-        learning_rate: of Adam.
+        config: members, classes and Adam; `head` and `hidden` are the function's own affair.
 
     Raises:
         ConfigurationError: the function fails, or returns what are no weights, for logits that were made up.
 
     Attributes:
-        complaint: why the last round got equal weights, or empty.
+        complaint: why the last batch got equal weights, or empty.
     """
 
-    def __init__(
-        self,
-        function: UserFunction,
-        num_workers: int,
-        classes: int,
-        *,
-        seed: int,
-        learning_rate: float = LEARNING_RATE,
-    ) -> None:
-        self.graph = UserNetwork(
-            function,
-            num_workers * classes,
-            num_workers,
+    def __init__(self, function: UserFunction, config: MasterConfig) -> None:
+        self.config = config
+        graph_config = UserNetworkConfig(
+            config.members * config.classes,
+            config.members,
             per_example=True,
-            samples=ensemble_samples(num_workers, classes),
-            seed=seed,
-            learning_rate=learning_rate,
+            seed=config.seed,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            epsilon=config.epsilon,
         )
+        self.graph = UserNetwork(function, graph_config, ensemble_samples(config.members, config.classes))
         self._who = named(function.spec)
         self.complaint = ""
 
-    def weigh(self, logits: Matrix, present: Vector) -> Matrix:
-        """Return the weight of each worker for each example, [B, N] float64, at least 0.
+    def weights(self, logits: Matrix, present: NDArray[np.bool_]) -> Matrix:
+        """Return the weight of each member for each example, [B, N] float64, at least 0.
 
         If the function fails, those present weigh the same, with sum 1.
 
         Args:
-            logits: [B, N * C], 0 where absent.
-            present: [N], 1.0 or 0.0, of which one at least is 1.0.
+            logits: [B, N, C]; what stands there of a member that is missing is ignored.
+            present: bool [N].
+
+        Raises:
+            LocalProtocolError: the shapes are not those of this master, or nobody is present.
         """
+        features = self._features(logits, present)
+        equal = np.tile(present / present.sum(), (len(features), 1))
         self.complaint = ""
         try:
-            weights = self.graph.weights(logits) * present
+            weights = self.graph.weights(features) * present
         except UnusableWeights as error:
-            self.complaint = f"{self._who} {error}: all workers weigh the same in this round"
-            weights = np.tile(present / present.sum(), (logits.shape[0], 1))
+            self.complaint = f"{self._who} {error}: all members weigh the same in this round"
+            return equal
         if self.graph.normalised:
             total = weights.sum(axis=1, keepdims=True)
-            weights = np.where(total > 0.0, weights / np.where(total > 0.0, total, 1.0), present / present.sum())
+            weights = np.where(total > 0.0, weights / np.where(total > 0.0, total, 1.0), equal)
         return weights
 
-    def learn(self, logits: Matrix, correct: Matrix, present: Vector) -> float:
-        """Take one step of Adam and return the loss before it.
+    def learn(
+        self, logits: Matrix, labels: NDArray[np.int32], present: NDArray[np.bool_], rate: float
+    ) -> float:
+        """Take one step of Adam down `mean((weights - correct)^2)`; missing members add nothing.
 
         Args:
-            logits: [B, N * C], 0 where absent.
-            correct: [B, N], 1.0 where a worker's prediction is right, else 0.0.
-            present: [N], 1.0 or 0.0.
+            logits: [B, N, C], as given to `weights`.
+            labels: int32 [B].
+            present: bool [N].
+            rate: learning rate of this step.
+
+        Returns:
+            The loss before the step.
         """
-        return self.graph.train(logits, correct, present)
+        correct = correct_answers(logits, labels, present)
+        return self.graph.train(self._features(logits, present), correct, present.astype(np.float64), rate)
+
+    def _features(self, logits: Matrix, present: NDArray[np.bool_]) -> Matrix:
+        expected = (len(logits), self.config.members, self.config.classes)
+        if logits.shape != expected or present.shape != expected[1:2] or not present.any():
+            raise LocalProtocolError(f"logits of {logits.shape} for {present.sum()} members, not {expected}")
+        return np.where(present[:, None], np.asarray(logits, np.float64), 0.0).reshape(len(logits), -1)
 
     def state(self) -> dict[str, Any]:
         """Return everything that later weights depend on, as arrays by name."""
@@ -105,18 +113,18 @@ class UserVote:
         self.graph.close()
 
 
-def ensemble_samples(num_workers: int, classes: int) -> Sequence[Sample]:
-    """Return made-up logits [B, N * C] for batches of 1, 3 and 8, one worker absent, and all of them 0."""
+def ensemble_samples(members: int, classes: int) -> Sequence[Sample]:
+    """Return made-up logits [B, N * C] for batches of 1, 3 and 8, one member missing, and all of them 0."""
     generator = np.random.default_rng(_SAMPLE_SEED)
     samples = []
     for batch in (1, 3, 8):
-        logits = 3.0 * generator.standard_normal((batch, num_workers * classes))
+        logits = 3.0 * generator.standard_normal((batch, members * classes))
         samples.append(Sample(logits, f"made-up logits of shape {list(logits.shape)}"))
     absent = logits.copy()
     absent[:, -classes:] = 0.0
     what = f"logits of shape {list(logits.shape)}"
     return [
         *samples,
-        Sample(absent, f"made-up {what} in which those of an absent worker are 0"),
+        Sample(absent, f"made-up {what} in which those of a missing member are 0"),
         Sample(np.zeros_like(logits), f"{what} that are all 0"),
     ]

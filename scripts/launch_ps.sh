@@ -4,4 +4,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment core
+export WEIGHMASTER_STARTED_AS="$0" # for the advice in its messages
 exec "$PYTHON" -m ps "$@"

@@ -5,4 +5,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment worker
+export WEIGHMASTER_STARTED_AS="$0" # for the advice in its messages
 exec "$PYTHON" -m worker "$@"

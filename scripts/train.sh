@@ -8,24 +8,38 @@ usage() {
     cat <<'TEXT'
 Usage: scripts/train.sh [OPTIONS]
 
-Trains on this machine: one parameter server, N workers and an evaluator.
+Trains on this machine: one parameter server, N workers and an evaluator, each a process of its own, on
+127.0.0.1. Defaults are in brackets; time-outs are seconds.
 
-  --workers N                   workers                              [3]
-  --steps N                     rounds                               [300]
-  --run-dir DIR                 logs, tokens, summary, final values  [runs/<time>]
+Options of this script:
+  --workers N                   workers, 1 to 9999                         [3]
+  --steps N                     rounds                                     [300]
+  --run-dir DIR                 logs, tokens, summary and final values     [runs/<date>-<time>]
+  -h, --help                    this text
 
-Options of the workers and the evaluator (scripts/launch_worker.sh --help explains them):
-  --model NAME|FILE.py:FUNC     mlp, cifar10_cnn, or yours           [mlp]
+Passed to the workers and the evaluator (scripts/launch_worker.sh --help explains them):
+  --model NAME|FILE.py:FUNC     mlp, cifar10_cnn, or yours                 [mlp]
   --dataset NAME|npz:FILE|FILE.py:FUNC
                                 digits, mnist, fashion_mnist, cifar10, arrays, or yours  [digits]
-  --data-dir DIR                where the data set's files are
-  --batch-size N                examples of one gradient             [32]
-  --trusted-examples N          examples kept out of training        [100]
-  --evaluate-every STEPS        steps between two evaluations        [20]
-  --legacy-keras                use the tf-keras package
+  --data-dir DIR                where the data set's files are             [the data set's own]
+  --batch-size N                examples of one gradient                   [32]
+  --trusted-examples N          training examples kept out of every shard  [100]
+  --connect-timeout SECONDS     wait for the server at the start           [60]
+  --reconnect-timeout SECONDS   wait for a lost server's return            [120]
+  --legacy-keras                use the tf-keras package, which tf.compat.v1.layers needs
+Passed to the evaluator alone:
+  --evaluate-every STEPS        steps between two evaluations              [20]
 
-Every other option goes to the parameter server (scripts/launch_ps.sh --help lists them):
-  scripts/train.sh --steps 1000 --optimizer sgd --learning-rate 0.1 --momentum 0.9
+Passed to the parameter server: every other option (scripts/launch_ps.sh --help lists them, with units), as in
+  scripts/train.sh --steps 1000 --optimizer sgd --learning-rate 0.1 --momentum 0.9 --seed 7
+
+Refused, because this script sets them: --host, --port, --port-file, --token-file, --insecure, --summary and
+--export of the server; --ps, --rank, --name, --role and --dry-run of the workers. A worker computes with one
+thread; --threads N is the server's. To choose otherwise, start the processes one by one with
+scripts/launch_ps.sh and scripts/launch_worker.sh.
+
+Ctrl-C ends all within 5 seconds. The exit code is 0 when all steps are done, 130 after Ctrl-C, 143 after
+SIGTERM, and otherwise that of the process that failed; docs/RUNNING.md says what each means.
 TEXT
 }
 
@@ -53,18 +67,19 @@ while [ $# -gt 0 ]; do
             continue
             ;;
         --host | --host=* | --port | --port=* | --port-file | --port-file=* | --token-file | --token-file=* | \
-            --insecure | --summary | --summary=* | --export | --export=*)
+            --insecure | --summary | --summary=* | --export | --export=* | \
+            --ps | --ps=* | --rank | --rank=* | --name | --name=* | --role | --role=* | --dry-run)
             fail "${option%%=*} is what this script sets by itself; start the processes one by one with \
 scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
             ;;
         --workers | --steps | --run-dir | --model | --dataset | --data-dir | --batch-size | \
-            --trusted-examples | --evaluate-every)
+            --trusted-examples | --evaluate-every | --connect-timeout | --reconnect-timeout)
             [ $# -gt 0 ] || fail "$option needs a value"
             value="$1"
             shift
             ;;
         --workers=* | --steps=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
-            --trusted-examples=* | --evaluate-every=*)
+            --trusted-examples=* | --evaluate-every=* | --connect-timeout=* | --reconnect-timeout=*)
             value="${option#*=}"
             option="${option%%=*}"
             ;;
@@ -88,8 +103,93 @@ if ! [[ "$workers" =~ ^[1-9][0-9]{0,3}$ ]]; then
 fi
 worker_options+=(--model "$model" --dataset "$dataset" --threads 1)
 if ((BASH_VERSINFO[0] < 4)); then fail "bash 4 or newer is needed, and this is $BASH_VERSION"; fi
+# What may be set for a worker of another run must not reach these.
+unset TF_CONFIG WEIGHMASTER_RANK WEIGHMASTER_INSECURE WEIGHMASTER_DRY_RUN
 
 prepare_environment worker
+
+# ---- processes, and how they are ended --------------------------------------------------------------------
+
+declare -A running=() # process id -> name
+ps_pid=""
+starting=""
+kept=""
+
+# Each in a process group of its own: Ctrl-C reaches this script alone, and it ends them all. A signal that comes
+# while one is being started is kept until it is known who must be ended.
+start() {
+    local name="$1" log="$2"
+    shift 2
+    starting=yes
+    set -m
+    if [ -n "$log" ]; then
+        "$@" </dev/null >"$log" 2>&1 &
+    else
+        "$@" </dev/null &
+    fi
+    running[$!]="$name"
+    set +m
+    starting=""
+    if [ -n "$kept" ]; then interrupted "$kept"; fi
+}
+
+alive() { kill -0 "$1" 2>/dev/null; }
+
+# Waits at most $1 tenths of a second until none of the processes that follow is alive.
+wait_at_most() {
+    local tenths=$1 pid
+    shift
+    for pid in "$@"; do
+        while alive "$pid" && ((tenths-- > 0)); do sleep 0.1; done
+    done
+}
+
+# Ends all within 5 seconds. The server goes first, by signal $1: it tells the others why, and nobody is lost to
+# anybody. Who is not there to hear it, because TensorFlow is still loading, is ended by SIGTERM, or else killed.
+stop_all() {
+    local pid
+    trap '' INT TERM HUP
+    if [ -n "$ps_pid" ] && alive "$ps_pid"; then
+        kill -s "$1" -- "-$ps_pid" 2>/dev/null || true
+        wait_at_most 20 "$ps_pid"
+        wait_at_most 5 "${!running[@]}"
+    fi
+    for pid in "${!running[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    wait_at_most 18 "${!running[@]}"
+    for pid in "${!running[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+    wait 2>/dev/null || true
+    running=()
+}
+
+# Tells whether the server has listened; a run that never began leaves no trace.
+began() { [ -n "$run_dir" ] && [ -s "$run_dir/port" ]; }
+
+forget_run() {
+    if [ -z "$run_dir" ]; then return; fi
+    rm -f "$run_dir"/{port,tokens} "$run_dir"/*.token
+    rmdir "$run_dir" 2>/dev/null || true
+}
+
+interrupted() {
+    if [ -n "$starting" ]; then
+        kept="$1"
+        return
+    fi
+    stop_all "$1"
+    if began; then say "Stopped. Logs: $run_dir"; else say "Stopped before anything was trained."; fi
+    if [ "$1" = INT ]; then exit 130; else exit 143; fi
+}
+
+ended() {
+    local status=$?
+    stop_all TERM
+    began || forget_run
+    exit "$status"
+}
+
+trap 'interrupted INT' INT
+trap 'interrupted TERM' TERM HUP
+trap ended EXIT
 
 # ---- the run's directory and its tokens -------------------------------------------------------------------
 
@@ -105,55 +205,12 @@ if ! { mkdir -p "$run_dir" && chmod 700 "$run_dir"; }; then
 fi
 rm -f "$run_dir"/{port,tokens,summary.json} "$run_dir"/*.token
 
-# ---- processes --------------------------------------------------------------------------------------------
-
-declare -A running=() # process id -> name
-ps_pid=""
-
-# Each in a process group of its own: Ctrl-C reaches this script alone, and it ends them all.
-start() {
-    local name="$1" log="$2"
-    shift 2
-    set -m
-    if [ -n "$log" ]; then
-        "$@" </dev/null >"$log" 2>&1 &
-    else
-        "$@" </dev/null &
-    fi
-    running[$!]="$name"
-    set +m
-}
-
-alive() { kill -0 "$1" 2>/dev/null; }
-
-# Waits at most $1 seconds until none of the processes that follow is alive.
-wait_at_most() {
-    local end=$((SECONDS + $1)) pid
-    shift
-    for pid in "$@"; do
-        while alive "$pid" && ((SECONDS < end)); do sleep 0.1; done
-    done
-}
-
-stop_all() {
-    local pid
-    trap '' INT TERM HUP
-    for pid in "${!running[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-    wait_at_most 4 "${!running[@]}"
-    for pid in "${!running[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
-    wait 2>/dev/null || true
-    running=()
-}
-
-trap 'stop_all; say "Stopped. Logs: $run_dir"; exit 130' INT
-trap 'stop_all; say "Stopped. Logs: $run_dir"; exit 143' TERM HUP
-trap 'status=$?; stop_all; exit "$status"' EXIT
-
 # Makes a token for one identity: a line for its own file, and the same for the server's.
 token() {
     local name="$1"
     shift
-    "$PYTHON" -m ps token --name "$name" "$@" --file "$run_dir/$name.token" >/dev/null ||
+    # Ctrl-C at the terminal is for this script alone here, too.
+    (trap '' INT && exec "$PYTHON" -m ps token --name "$name" "$@" --file "$run_dir/$name.token" >/dev/null) ||
         fail "the token of $name could not be made" "$?"
     cat "$run_dir/$name.token" >>"$run_dir/tokens"
 }
@@ -161,16 +218,29 @@ token() {
 for ((rank = 0; rank < workers; rank++)); do token "worker-$rank" --role worker --rank "$rank"; done
 token evaluator --role evaluator
 
-say "Training $model on $dataset: $workers workers, $steps steps. Logs and results: $run_dir"
+# ---- the processes start ----------------------------------------------------------------------------------
+
+count() { if [ "$1" = 1 ]; then echo "1 $2"; else echo "$1 $2s"; fi; }
+
+# The server first, and nothing is announced before it listens: it has then understood its options.
+scripts="$(dirname "$0")"
+export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
 start "the parameter server" "" "$PYTHON" -m ps --host 127.0.0.1 --port 0 --port-file "$run_dir/port" \
     --workers "$workers" --evaluators 1 --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
     --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" ${ps_options[@]+"${ps_options[@]}"}
 ps_pid=$!
 
-while ! [ -s "$run_dir/port" ] && alive "$ps_pid"; do sleep 0.1; done
+waited=0
+while ! began && alive "$ps_pid"; do
+    sleep 0.1
+    if ((++waited == 30)); then say "The parameter server is starting; the first time it compiles its kernels."; fi
+done
 
-if alive "$ps_pid"; then
+if began && alive "$ps_pid"; then
     address="127.0.0.1:$(cat "$run_dir/port")"
+    say "Training $model on $dataset: $(count "$workers" worker), $(count "$steps" step). Logs and results: $run_dir"
+    say "The workers and the evaluator load TensorFlow first, which takes some seconds."
+    export WEIGHMASTER_STARTED_AS="$scripts/launch_worker.sh"
     for ((rank = 0; rank < workers; rank++)); do
         start "worker-$rank" "$run_dir/worker-$rank.log" "$PYTHON" -m worker --ps "$address" --role worker \
             --rank "$rank" --name "worker-$rank" --token-file "$run_dir/worker-$rank.token" "${worker_options[@]}"
@@ -197,7 +267,7 @@ while [ -n "${running[$ps_pid]:-}" ] && [ -z "$failed" ]; do
             break
         elif [ "$code" -ne 0 ]; then
             # It may have been told that the run is over, by a server that is about to end and to say why.
-            wait_at_most 2 "$ps_pid"
+            wait_at_most 20 "$ps_pid"
             if alive "$ps_pid"; then
                 failed="$name"
                 status=$code
@@ -208,22 +278,27 @@ while [ -n "${running[$ps_pid]:-}" ] && [ -z "$failed" ]; do
     sleep 0.2
 done
 
+# TensorFlow's builds for GPUs remark on a missing one, twice, before they can be told to be quiet.
+tensorflow_noise='^WARNING: All log messages before absl::InitializeLog|^I0000 .*cudart_stub'
+
 if [ -n "$failed" ]; then
-    stop_all
     say ""
-    say "$failed failed with exit code $status. The end of $run_dir/$failed.log:"
-    tail -n 15 "$run_dir/$failed.log" | sed 's/^/    /' >&2
+    say "$failed failed with exit code $status, which ends the run."
+    stop_all TERM
+    say "The end of $run_dir/$failed.log:"
+    { grep -vE "$tensorflow_noise" "$run_dir/$failed.log" || true; } | tail -n 15 | sed 's/^/    /' >&2
     exit "$status"
 fi
 
 # Workers that were told of the end are gone in a moment.
-wait_at_most 3 "${!running[@]}"
-stop_all
+wait_at_most 30 "${!running[@]}"
+stop_all TERM
 
 # ---- what was learned -------------------------------------------------------------------------------------
 
 if [ "$status" -ne 0 ]; then
-    say "The parameter server ended with exit code $status. Logs: $run_dir"
+    # One that never listened has said why in a sentence, and there are no logs.
+    if began; then say "The parameter server ended with exit code $status. Logs: $run_dir"; fi
     exit "$status"
 fi
 "$PYTHON" - "$run_dir/summary.json" <<'PYTHON'

@@ -3,7 +3,8 @@
 Importing this package needs no TensorFlow; only `worker.graph` and `worker.models` do.
 """
 
+from protocol.ensemble import Answers
 from worker.client import Server, Update, connect
 from worker.definitions import Dataset, Model
 
-__all__ = ["Dataset", "Model", "Server", "Update", "connect"]
+__all__ = ["Answers", "Dataset", "Model", "Server", "Update", "connect"]

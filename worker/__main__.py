@@ -1,4 +1,4 @@
-"""`python -m worker`: read the options, build the model, join the run, train or evaluate until it is done."""
+"""`python -m worker`: read the options, build the model, join the run, take part in it until it is done."""
 
 import os
 import signal
@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode, Interrupted
 from protocol.messages import AUTO_RANK, Role
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
-from worker.batches import Shard
-from worker.client import ClientConfig, InitialValues, Server
+from worker.batches import Shard, TrustedBatches
+from worker.client import ClientConfig, InitialValues, Server, Update
 from worker.command_line import PROGRAM, build_command, execute
-from worker.config import WorkerConfig
+from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
 from worker.datasets import load_dataset, num_classes
 from worker.definitions import Dataset, Model
-from worker.loop import WaitLog, evaluate, train
+from worker.ensemble import MemberRun, member_seed
+from worker.faults import parse_fault
+from worker.faulty_step import FaultySteps
+from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
 
 if TYPE_CHECKING:
     from worker import graph
@@ -43,7 +48,7 @@ class Job:
 
 
 def run(config: WorkerConfig) -> int:
-    """Run one worker or evaluator and return the exit code."""
+    """Run one worker, validator or evaluator and return the exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     token = _token(config)
@@ -59,6 +64,8 @@ def _prepare(config: WorkerConfig) -> Job:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if config.legacy_keras:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    if config.fault is not None:
+        _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
     dataset = load_dataset(config.dataset, config.data_dir)
     try:
         from worker import graph, models
@@ -87,14 +94,98 @@ def _train(job: Job, token: str | None) -> int:
     with Server(_client(job, token, lambda: trainers[0].initial_values())) as server:
         agreed = server.welcome
         _tell_threads(agreed.threads, config.threads)
-        shard = Shard.of(
-            len(job.dataset.train_labels), agreed.rank, agreed.shards, agreed.seed, config.trusted_examples
-        )
-        _say(shard.describe(config.batch_size))
+        if server.weighting is not None:
+            last = _train_member(job, server, server.weighting, trainers)
+            _say(f"done at step {last.step}")
+            return ExitCode.DONE
+        if config.evaluate_every != default_of("evaluate_every"):
+            raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
+        steps_of = _steps_of_validator if Role(config.role) is Role.VALIDATOR else _steps_of_worker
+        gradient_of = steps_of(job, server)
         trainers.append(graph.Trainer(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads))
-        last = train(server, trainers[0], job.dataset, shard, config.batch_size, agreed.seed, agreed.rank, _say)
-        _say(f"done at step {last.step}")
+        last = train(server, gradient_of(trainers[0]), _say)
+        _say(f"done at step {last.step}{_on_purpose(config)}")
     return ExitCode.DONE
+
+
+def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "list[graph.Trainer]") -> Update:
+    """Train as a member of an ensemble: all take the same batches, from all of the training data."""
+    from worker import graph
+
+    config, agreed = job.config, server.welcome
+    if config.fault is not None:
+        raise ConfigurationError("--fault works with a server in mode shared only, and this one trains an ensemble")
+    batch_size = config.batch_size or DEFAULT_BATCH_SIZE
+    shard = Shard.of(len(job.dataset.train_labels), 0, 1, agreed.seed, config.trusted_examples)
+    _say(f"member {agreed.rank} of {agreed.workers}; all take the same batches: {shard.describe(batch_size)}")
+    layout = Layout.of(server.layout.manifest)
+    seed, threads = member_seed(agreed.seed, agreed.rank), agreed.threads
+    trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=threads, weighting=weighting)
+    trainers.append(trainer)
+    has_test = len(job.dataset.test_labels) > 0
+    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads) if has_test else None
+    return MemberRun(
+        server=server,
+        trainer=trainer,
+        tester=tester,
+        dataset=job.dataset,
+        shard=shard,
+        batch_size=batch_size,
+        seed=agreed.seed,
+        rank=agreed.rank,
+        weighting=weighting,
+        vote_every=config.evaluate_every,
+        say=_say,
+    ).train()
+
+
+def _answers(job: Job) -> Answers | None:
+    """Return what a worker with this model and data can answer as a member of an ensemble, if it can."""
+    sizes = job.description.logits
+    if Role(job.config.role) is not Role.WORKER or sizes is None or sizes[0] < 2:
+        return None
+    batch_size = job.config.batch_size or DEFAULT_BATCH_SIZE
+    return Answers(batch_size, sizes[0], sizes[1], len(job.dataset.test_labels))
+
+
+def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
+    """Find the batches of a rank, before TensorFlow builds anything, and say what they are."""
+    config, agreed = job.config, server.welcome
+    n_examples, batch_size = len(job.dataset.train_labels), config.batch_size or DEFAULT_BATCH_SIZE
+    shard = Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
+    _say(shard.describe(batch_size))
+    if config.fault is None:
+
+        def batch_ids(step: int) -> NDArray[np.int64]:
+            return shard.batch_ids(step, batch_size)
+
+        return lambda trainer: on_batches(trainer, job.dataset, batch_ids, agreed.seed, agreed.rank)
+    fault = parse_fault(config.fault)
+    return lambda trainer: FaultySteps(
+        fault=fault,
+        trainer=trainer,
+        layout=server.layout,
+        dataset=job.dataset,
+        shard=shard,
+        batch_size=batch_size,
+        workers=min(agreed.workers or agreed.shards, agreed.shards),
+        steps=agreed.steps,
+        classes=num_classes(job.dataset),
+    )
+
+
+def _steps_of_validator(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
+    """Find the trusted examples, and say which they are."""
+    config, agreed = job.config, server.welcome
+    trusted = TrustedBatches.of(
+        len(job.dataset.train_labels), config.trusted_examples, config.batch_size, agreed.seed
+    )
+    _say(trusted.describe())
+    return lambda trainer: on_batches(trainer, job.dataset, trusted.batch_ids, agreed.seed, AUTO_RANK)
+
+
+def _on_purpose(config: WorkerConfig) -> str:
+    return "" if config.fault is None else f", after misbehaving on purpose (--fault {config.fault})"
 
 
 def _evaluate(job: Job, token: str | None) -> int:
@@ -122,6 +213,7 @@ def _client(job: Job, token: str | None, initial_values: InitialValues) -> Clien
         token=token,
         threads=config.threads,
         seed=config.seed,
+        answers=_answers(job),
         connect_timeout_s=config.connect_timeout,
         reconnect_timeout_s=config.reconnect_timeout,
         congestion_control=config.congestion_control,

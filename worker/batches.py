@@ -24,9 +24,14 @@ _KEY = int.from_bytes(b"wm batch", "little")
 """The other half, so that no other user of Philox with the same seed draws the same numbers."""
 
 
+OWN_TRUSTED_BATCH = 100
+"""Examples of a validator's batch when its whole data set is trusted: as many as are held out by default."""
+
+
 class _Purpose(IntEnum):
     PARTITION = 0
     PASS = 1
+    TRUSTED = 2
 
 
 def _permutation(size: int, seed: int, purpose: _Purpose, rank: int = 0, pass_index: int = 0) -> NDArray[np.int64]:
@@ -175,6 +180,75 @@ class Shard:
         if self.trusted_examples:
             line += f"; {_count(self.trusted_examples, 'trusted example')} held out"
         return line
+
+
+@dataclass(frozen=True, eq=False)
+class TrustedBatches:
+    """The examples on which a validator computes its gradients. Made by `TrustedBatches.of`.
+
+    Attributes:
+        ids: int64 [trusted], positions in the training arrays, in the drawn order; read-only.
+        batch_size: examples of one gradient.
+        seed: the run's seed.
+        sharded_examples: examples of the same data set that workers may train on.
+    """
+
+    ids: NDArray[np.int64]
+    batch_size: int
+    seed: int
+    sharded_examples: int
+
+    @classmethod
+    def of(cls, n_examples: int, trusted_examples: int, batch_size: int | None, seed: int) -> "TrustedBatches":
+        """Take the examples that every worker with the same seed and data leaves out of its shard.
+
+        Args:
+            n_examples: number of training examples.
+            trusted_examples: how many are held out; 0: all examples are trusted, because no worker has them.
+            batch_size: None: all trusted examples, or `OWN_TRUSTED_BATCH` of a data set that is trusted as a whole.
+            seed: the run's seed, 0 to 2**64 - 1.
+
+        Raises:
+            ConfigurationError: an argument is out of range, or the batch is larger than what is trusted.
+        """
+        trusted, rest = hold_out(n_examples, trusted_examples, seed)
+        ids, sharded = (trusted, len(rest)) if trusted_examples else (rest, 0)
+        if batch_size is None:
+            batch_size = len(ids) if trusted_examples else min(OWN_TRUSTED_BATCH, len(ids))
+        if not 0 < batch_size <= len(ids):
+            raise ConfigurationError(
+                f"a validator's batch cannot have {batch_size:,} examples, because {len(ids):,} are trusted: give "
+                f"--batch-size 1 to {len(ids)}, or leave it out"
+            )
+        ids = np.ascontiguousarray(ids)
+        ids.flags.writeable = False
+        return cls(ids, batch_size, seed, sharded)
+
+    def batch_ids(self, step: int) -> NDArray[np.int64]:
+        """Return the examples of one step: all of them, or as many as fill a batch, drawn by (seed, step).
+
+        Returns:
+            int64 [batch_size], positions in the training arrays, none twice; read-only.
+
+        Raises:
+            ValueError: the step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        if self.batch_size == len(self.ids):
+            return self.ids
+        order = _permutation(len(self.ids), self.seed, _Purpose.TRUSTED, pass_index=step)
+        drawn = self.ids[order[: self.batch_size]]
+        drawn.flags.writeable = False
+        return drawn
+
+    def describe(self) -> str:
+        """Return the line that a validator prints when it starts: what it trusts, and its batches."""
+        first = ", ".join(str(example) for example in self.ids[:3])
+        among = f"{_count(len(self.ids), 'trusted example')}, which no worker with this seed and data trains on"
+        if not self.sharded_examples:
+            among = f"all {_examples(len(self.ids))}, which no worker may train on"
+        return f"validator: batches of {self.batch_size:,} from {among}; first ids {first}"
 
 
 def gather(dataset: Dataset, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int32]]:

@@ -92,6 +92,10 @@ class BuiltGraph:
         graph: not yet finalized.
         features, labels, draw: placeholders; `draw` is int32 [2], the key of the step's random numbers.
         loss: float scalar, mean loss plus regularization.
+        objective: what gradients are taken of: the loss, or with `weights` the mean of weight times loss, plus
+            regularization.
+        weights: placeholder, a float for each example [B], or None.
+        logits: float32 or float64 [B, C], or None.
         accuracy: float32 scalar, or None without logits.
         bound: variables with routed reads by graph name.
         local: variables left to the worker's own session by graph name.
@@ -109,6 +113,9 @@ class BuiltGraph:
     local: dict[str, Any]
     order: tuple[str, ...]
     frozen: frozenset[str]
+    objective: Any
+    weights: Any
+    logits: Any
 
 
 # ---- random numbers of a step --------------------------------------------------------------------------
@@ -219,7 +226,13 @@ class _Binder:
 
 
 def build_graph(
-    build: BuildFunction, inputs: InputSpec, source: ValueSource, *, training: bool, seed: int
+    build: BuildFunction,
+    inputs: InputSpec,
+    source: ValueSource,
+    *,
+    training: bool,
+    seed: int,
+    weighted: bool = False,
 ) -> BuiltGraph:
     """Call a build function in a fresh graph with all its variables bound to `source`.
 
@@ -230,6 +243,7 @@ def build_graph(
         training: passed on to `build`.
         seed: graph seed, and seed of Python's and NumPy's generators while `build` runs (Keras 3 draws the
             seeds of its initialisers from Python's), so that initial values are a function of it.
+        weighted: multiply the loss of each example by a weight that is fed.
 
     Raises:
         ConfigurationError: `build` raised, or returned something else than a usable `Model`.
@@ -250,9 +264,26 @@ def build_graph(
         with tf.name_scope("weighmaster"):
             loss = _total_loss(model, graph)
             accuracy = _accuracy(model.logits, labels, graph)
+            weights = placeholder(loss.dtype, (None,), "weights") if weighted else None
+            objective = _weighted_loss(model, weights) if weighted else loss
+            logits = _logits(model.logits)
     frozen = _frozen_by_keras(binder.bound)
     order = tuple(binder.order)
-    return BuiltGraph(graph, features, labels, draw, loss, accuracy, binder.bound, binder.local, order, frozen)
+    return BuiltGraph(
+        graph=graph,
+        features=features,
+        labels=labels,
+        draw=draw,
+        loss=loss,
+        accuracy=accuracy,
+        bound=binder.bound,
+        local=binder.local,
+        order=order,
+        frozen=frozen,
+        objective=objective,
+        weights=weights,
+        logits=logits,
+    )
 
 
 def _reset_keras_names() -> None:
@@ -339,6 +370,22 @@ def _total_loss(model: Model, graph: Any) -> Any:
         return loss
     _check_tensor(model.regularization, "regularization", graph, (0,), "scalar")
     return loss + tf.cast(model.regularization, loss.dtype)
+
+
+def _weighted_loss(model: Model, weights: Any) -> Any:
+    if model.loss.shape.rank == 0:
+        raise ConfigurationError(
+            "weights of single examples need the loss of each, [B], and the model's loss is a scalar: "
+            "return it before it is averaged"
+        )
+    loss = tf.reduce_mean(weights * model.loss)
+    return loss if model.regularization is None else loss + tf.cast(model.regularization, loss.dtype)
+
+
+def _logits(logits: Any) -> Any:
+    if logits is None:
+        return None
+    return tf.identity(logits) if logits.dtype in (tf.float32, tf.float64) else tf.cast(logits, tf.float32)
 
 
 def _accuracy(logits: Any, labels: Any, graph: Any) -> Any:

@@ -19,11 +19,22 @@ from numpy.typing import NDArray
 
 from protocol.arena import Arena, aligned_empty, check_array
 from protocol.connection import State
+from protocol.ensemble import (
+    MODE,
+    Answers,
+    Weighting,
+    as_member,
+    as_worker,
+    labels_digest,
+    side_payload,
+    side_views,
+)
 from protocol.errors import (
     LocalProtocolError,
     ManifestMismatch,
     NetworkError,
     PeerLost,
+    RemoteProtocolError,
     WeighmasterError,
 )
 from protocol.link import HANDSHAKE_S, Link
@@ -35,13 +46,17 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     Initial,
+    Kind,
+    Logits,
     Offer,
     Pull,
     Push,
     Report,
     Role,
     Side,
+    TestLogits,
     Values,
+    Weights,
     Welcome,
 )
 from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
@@ -100,6 +115,7 @@ class ClientConfig:
         token: shared secret, or None.
         threads: offered; the server's record for this rank comes back in `welcome`.
         seed: None takes the server's.
+        answers: sizes of the logits that this client can push in ensemble mode; None if it cannot.
         on_event: told, in words, of losses, returns and attempts.
         on_waiting: told about once a second for whom the server waits while this client waits for it.
     """
@@ -113,6 +129,7 @@ class ClientConfig:
     token: str | None = None
     threads: int = 1
     seed: int | None = None
+    answers: Answers | None = None
     connect_timeout_s: float = 60.0
     reconnect_timeout_s: float = 120.0
     congestion_control: str = "auto"
@@ -125,11 +142,13 @@ class Server:
 
     Attributes:
         welcome: what was agreed at the last handshake: rank, seed, shards, steps, threads.
-        layout: where each variable lies in an arena.
+        layout: where each variable, called as here, lies in an arena; in ensemble mode side arrays follow.
+        weighting: in ensemble mode, what a weight is of; None in other modes.
     """
 
     welcome: Welcome
     layout: Layout
+    weighting: Weighting | None = None
 
     def __init__(self, config: ClientConfig) -> None:
         """Connect and shake hands, retrying until `connect_timeout_s`.
@@ -161,7 +180,7 @@ class Server:
 
     def pull(self, min_step: int = 0) -> Update:
         """Return the current values, once their step is at least `min_step` or the run is done."""
-        return self._ask(lambda link: link.send(Pull(min_step)), seq=0)
+        return self._ask_values(lambda link: link.send(Pull(min_step)), seq=0)
 
     def push(
         self,
@@ -170,6 +189,8 @@ class Server:
         loss: float | None = None,
         accuracy: float | None = None,
         examples: int = 1,
+        logits: NDArray[Any] | None = None,
+        labels: NDArray[np.int32] | None = None,
     ) -> Update:
         """Push one gradient and return the next values.
 
@@ -179,20 +200,42 @@ class Server:
             loss: mean loss of the batch at those values.
             accuracy: likewise.
             examples: size of the batch.
+            logits: [B, C], in ensemble mode with weights of batches.
+            labels: int32 [B], in ensemble mode.
 
         Raises:
             ManifestMismatch: a gradient is missing, unknown, or of another shape or dtype.
             PeerLost: the server has not come back in time.
             Diverged, NoProgress: the run has ended otherwise than by its last step.
         """
-        return self.push_buffers(self._scattered(gradients), loss=loss, accuracy=accuracy, examples=examples)
+        return self.push_buffers(
+            self._scattered(gradients),
+            loss=loss,
+            accuracy=accuracy,
+            examples=examples,
+            logits=logits,
+            labels=labels,
+        )
 
     def push_buffers(
-        self, payload: Buffers, *, loss: float | None, accuracy: float | None, examples: int
+        self,
+        payload: Buffers,
+        *,
+        loss: float | None,
+        accuracy: float | None,
+        examples: int,
+        logits: NDArray[Any] | None = None,
+        labels: NDArray[np.int32] | None = None,
     ) -> Update:
         """Push a gradient whose arena is given as buffers in order, gaps included; see `push`."""
         if self._epoch is None:
             raise LocalProtocolError("pull values before the first push")
+        if (self.weighting is None) != (labels is None):
+            raise LocalProtocolError("labels go with every push in ensemble mode, and with none in other modes")
+        if self.layout.sides:
+            if logits is None or labels is None:
+                raise LocalProtocolError("this mode needs logits and labels with every push")
+            payload = [*payload, *side_payload(self.layout, {"logits": logits, "labels": labels})]
         self._seq += 1
         push = Push(
             epoch=self._epoch,
@@ -201,8 +244,46 @@ class Server:
             loss=None if loss is None else float(loss),
             accuracy=None if accuracy is None else float(accuracy),
             examples=int(examples),
+            labels=None if labels is None else labels_digest(labels),
         )
-        return self._ask(lambda link: link.send(push, payload), self._seq)
+        return self._ask_values(lambda link: link.send(push, payload), self._seq)
+
+    def weigh(self, logits: NDArray[Any], labels: NDArray[np.int32]) -> NDArray[Any] | Update:
+        """Show logits to the master before the push of the same step, in ensemble mode with weights of examples.
+
+        Args:
+            logits: [B, C], computed at the values of the last answer.
+            labels: int32 [B].
+
+        Returns:
+            The weight of each example [B], in the dtype of the logits: push the gradient of the mean of weight x
+            loss. Or newer values: this step is over, go on from them.
+
+        Raises:
+            ManifestMismatch: logits or labels are of another shape or dtype than was offered.
+        """
+        if self.weighting is not Weighting.SAMPLE or self._epoch is None or self._config.answers is None:
+            raise LocalProtocolError("this run does not weigh single examples, or nothing was pulled yet")
+        seq = self._seq + 1
+        message = Logits(self._epoch, self._step, seq, labels_digest(labels))
+        payload = side_payload(self._config.answers.batch, {"logits": logits, "labels": labels})
+        answer = self._ask(lambda link: link.send(message, payload), seq)
+        if isinstance(answer, Update) and not answer.restarted:
+            self._seq = seq  # it was answered as a push would have been, and its number is spent
+        return answer
+
+    def vote(self, logits: NDArray[Any], labels: NDArray[np.int32]) -> None:
+        """Give this member's logits [M, C] on the test set at the last values; lost ones are not repeated."""
+        answers = self._config.answers
+        if self.weighting is None or answers is None or not answers.test_examples:
+            raise LocalProtocolError("only a member that offered a test set can vote, in ensemble mode")
+        if self._link is None or self._epoch is None:
+            return
+        payload = side_payload(answers.test, {"logits": logits, "labels": labels})
+        try:
+            self._link.send(TestLogits(self._epoch, self._step), payload)
+        except NetworkError as error:
+            self._drop(error)
 
     def report(self, step: int, loss: float, accuracy: float | None, examples: int) -> None:
         """Report a measurement on test data; an evaluator's only way to speak. A lost report is not repeated."""
@@ -237,7 +318,13 @@ class Server:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    def _ask(self, send: Callable[[Link], None], seq: int) -> Update:
+    def _ask_values(self, send: Callable[[Link], None], seq: int) -> Update:
+        answer = self._ask(send, seq)
+        if not isinstance(answer, Update):
+            raise RemoteProtocolError("the server sent weights where values were due")
+        return answer
+
+    def _ask(self, send: Callable[[Link], None], seq: int) -> Update | NDArray[Any]:
         """Send a request and wait for its answer; after a broken connection, ask again with the same identity."""
         if self._closing.is_set():
             raise LocalProtocolError("the connection to the server was closed; connect again")
@@ -266,7 +353,7 @@ class Server:
                 hear(link, Deadline(LAST_WORDS_S))
             raise
 
-    def _answer(self, link: Link, seq: int) -> Update:
+    def _answer(self, link: Link, seq: int) -> Update | NDArray[Any]:
         while True:
             message = hear(link)
             match message:
@@ -276,6 +363,10 @@ class Server:
                     if answered != seq:
                         continue  # the answer to a request that was repeated
                     return self._took(message, arena)
+                case Weights(seq=answered):
+                    weights = self._receive_weights(link)
+                    if answered == seq:
+                        return weights
                 case AskInitial():
                     self._send_initial(link)
                 case Heartbeat(waiting):
@@ -283,6 +374,13 @@ class Server:
                         self._config.on_waiting(waiting)
                 case _:
                     raise LocalProtocolError(f"a client does not expect {type(message).__name__}")
+
+    def _receive_weights(self, link: Link) -> NDArray[Any]:
+        answers = self._config.answers
+        assert answers is not None  # else the message was not agreed upon
+        buffer = aligned_empty(answers.weights.payload_bytes)
+        link.receive_payload(buffer.data)
+        return side_views(answers.weights, buffer)["weights"]
 
     def _took(self, values: Values, arena: Arena) -> Update:
         restarted = self._epoch is not None and values.epoch != self._epoch
@@ -318,7 +416,7 @@ class Server:
     def _parts(self) -> list[tuple[str, VariableSpec | SideSpec, bytes]]:
         """Return name, spec and the zeros that follow, for each variable in the order of the layout."""
         slots = self.layout.slots
-        starts = [*(slot.offset for slot in slots[1:]), self.layout.payload_bytes]
+        starts = [*(slot.offset for slot in slots[1:]), self.layout.values_bytes]
         return [
             (slot.spec.name, slot.spec, bytes(start - slot.end)) for slot, start in zip(slots, starts, strict=True)
         ]
@@ -353,7 +451,9 @@ class Server:
         channel = open_channel(config.address, min(deadline.left_s, HANDSHAKE_S), config.congestion_control)
         link = Link(channel, Side.WORKER)
         hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
-        offer = Offer(config.manifest.to_wire(), config.threads, config.seed)
+        answers = config.answers
+        sizes = (answers.examples, answers.classes, answers.dtype, answers.test_examples) if answers else ()
+        offer = Offer(config.manifest.to_wire(), config.threads, config.seed, *sizes)
         try:
             self._agree(link, shake_hands(link, hello, offer, config.token, config.on_waiting))
             return link
@@ -364,14 +464,25 @@ class Server:
 
     def _agree(self, link: Link, welcome: Welcome) -> None:
         manifest = Manifest.from_wire(welcome.manifest)
-        self._config.manifest.check_same_variables(manifest, "this worker", "the server")
+        ours, answers = self._config.manifest, self._config.answers
+        sides: tuple[SideSpec, ...] = ()
+        payloads: Mapping[Kind, int] = {}
+        if welcome.mode == MODE:
+            self.weighting = _weighting_of(welcome)
+            if answers is None:
+                raise RemoteProtocolError("the server takes this worker for a member, which it did not offer to be")
+            ours = as_member(ours, welcome.rank)
+            sides, payloads = answers.push_sides(self.weighting), answers.payloads(self.weighting)
+        ours.check_same_variables(manifest, "this worker", "the server")
+        if welcome.mode == MODE:
+            manifest = as_worker(manifest)
         if not self._arenas or manifest != self.layout.manifest:
-            self.layout = Layout.of(manifest)
+            self.layout = Layout.of(manifest, sides)
             self.__dict__.pop("_parts", None)
             self._arenas = [Arena(self.layout, aligned_empty(self.layout.values_bytes)) for _ in range(2)]
         self.welcome = welcome
         self._rank, self._name = welcome.rank, welcome.name
-        link.connection.agree(self.layout)
+        link.connection.agree(self.layout, payloads)
         link.silence_s = welcome.heartbeat_timeout
 
     def _drop(self, error: NetworkError) -> None:
@@ -391,6 +502,13 @@ class Server:
                     continue  # the thread that asks will find the connection broken and mend it
 
 
+def _weighting_of(welcome: Welcome) -> Weighting:
+    try:
+        return Weighting(welcome.weighting)
+    except ValueError as error:
+        raise RemoteProtocolError(f"the server weighs by {welcome.weighting!r}, which is not known here") from error
+
+
 def connect(
     address: str,
     variables: Mapping[str, NDArray[Any]],
@@ -402,6 +520,7 @@ def connect(
     state: Iterable[str] = (),
     threads: int = 1,
     seed: int | None = None,
+    answers: Answers | None = None,
     connect_timeout: float = 60.0,
     reconnect_timeout: float = 120.0,
     on_event: Callable[[str], None] = lambda text: None,
@@ -419,6 +538,7 @@ def connect(
         state: names of variables that are state, not trainable: their changes are pushed, not gradients.
         threads: recorded by the server for this rank.
         seed: refused if it is not the server's; None takes that.
+        answers: sizes of the logits that go with each push in ensemble mode; None: the mode is refused.
         connect_timeout: seconds to wait for the server at first.
         reconnect_timeout: seconds to wait for its return later.
         on_event: told, in words, of waits, losses and returns.
@@ -442,6 +562,7 @@ def connect(
             token=token,
             threads=threads,
             seed=seed,
+            answers=answers,
             connect_timeout_s=connect_timeout,
             reconnect_timeout_s=reconnect_timeout,
             on_event=on_event,

@@ -15,6 +15,7 @@ from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.transport import Address
 from worker.config import (
     DATASETS,
+    DEFAULT_BATCH_SIZE,
     MODELS,
     ROLES,
     ClusterTask,
@@ -24,6 +25,7 @@ from worker.config import (
     parse_address,
     parse_tf_config,
 )
+from worker.faults import FAULTS
 
 PROGRAM = "weighmaster-worker"
 
@@ -100,7 +102,8 @@ _OPTION_GROUPS = (
         _option("name", "Name of this worker, under which it is remembered", unset="host name and rank"),
         _option(
             "role",
-            "A worker computes gradients; an evaluator measures the values on the test data",
+            "A worker computes gradients; a validator does so on trusted examples, by which the server judges the "
+            "workers; an evaluator measures the values on the test data",
             unset="TF_CONFIG, else worker",
             type=click.Choice(ROLES),
         ),
@@ -120,12 +123,32 @@ _OPTION_GROUPS = (
             metavar="NAME|npz:FILE|FILE.py:FUNC",
         ),
         _option("data_dir", "Directory of the data set's files", unset="the data set's own", metavar="DIR"),
-        _option("batch_size", "Examples of one gradient", metavar="N"),
-        _option("trusted_examples", "Training examples kept out of every shard", metavar="N"),
-        _option("evaluate_every", "evaluator: steps between two evaluations", metavar="STEPS"),
+        _option(
+            "batch_size",
+            "Examples of one gradient",
+            unset=f"{DEFAULT_BATCH_SIZE}; validator: all trusted examples",
+            metavar="N",
+        ),
+        _option(
+            "trusted_examples",
+            "Training examples kept out of every shard for a validator; 0 for one that has its own data set",
+            metavar="N",
+        ),
+        _option(
+            "evaluate_every",
+            "evaluator: steps between two evaluations; member of an ensemble: between two votes",
+            metavar="STEPS",
+        ),
         _option("seed", "Refuse a server whose seed is another", unset="the server's", metavar="N"),
         _option("threads", "Threads of TensorFlow", unset="CPUs available", metavar="N"),
         _option("legacy_keras", "Use the tf-keras package, which tf.compat.v1.layers needs"),
+        _option(
+            "fault",
+            f"Misbehave on purpose, to see what the server does: {', '.join(FAULTS)}; "
+            "some take a number, as in scale:-10",
+            unset="behave",
+            metavar="NAME[:NUMBER]",
+        ),
         _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
     ),
     cloup.option_group(
@@ -145,7 +168,7 @@ def _configuration(values: dict[str, Any], tf_config: str) -> WorkerConfig:
             raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
         asked.setdefault("ps", task.ps or default_of("ps"))
         asked.setdefault("role", task.role or default_of("role"))
-        if asked["role"] != "evaluator":
+        if asked["role"] == "worker":
             asked.setdefault("rank", task.rank)
     if asked.get("rank") == "auto":
         asked["rank"] = None

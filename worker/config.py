@@ -11,6 +11,7 @@ from typing import Any
 
 from protocol.errors import ConfigurationError
 from protocol.transport import Address
+from worker.faults import parse_fault
 
 DEFAULT_ADDRESS = Address("127.0.0.1", 5014)
 
@@ -20,7 +21,10 @@ MODELS: tuple[str, ...] = ("mlp", "cifar10_cnn")
 DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
 """Data sets that ship, by name."""
 
-ROLES: tuple[str, ...] = ("worker", "evaluator")
+ROLES: tuple[str, ...] = ("worker", "validator", "evaluator")
+
+DEFAULT_BATCH_SIZE = 32
+"""Of a worker; a validator takes all its trusted examples."""
 
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
@@ -50,17 +54,20 @@ class WorkerConfig:
         ps: address of the parameter server.
         rank: number of this worker; None: the server hands out the lowest that is free.
         name: who this is; None: host name and rank.
-        role: `worker` computes gradients, `evaluator` measures the values on the test data.
+        role: `worker` computes gradients, `validator` does so on trusted examples that no worker has, `evaluator`
+            measures the values on the test data.
         model: a name of `MODELS`, or `file.py:function`.
         dataset: a name of `DATASETS`, `npz:FILE`, or `file.py:function`.
         data_dir: where the data set's files are; None: where the data set looks by itself.
-        batch_size: examples of one gradient.
-        trusted_examples: examples held out of every shard, drawn by the seed.
+        batch_size: examples of one gradient; None: `DEFAULT_BATCH_SIZE`, and of a validator all that it trusts.
+        trusted_examples: examples held out of every shard, drawn by the seed; of a validator those that it trusts,
+            and 0 for a data set of its own, which it trusts as a whole.
         threads: of TensorFlow within one operation.
         legacy_keras: use the tf-keras package, as `tf.compat.v1.layers` needs.
         seed: what the server's seed must be; None: whatever it is.
         token_file: the one line `name role rank token` of this worker; None: none is sent.
-        evaluate_every: steps between two evaluations of an evaluator.
+        evaluate_every: steps between two evaluations of an evaluator, or two votes of an ensemble's member.
+        fault: how this worker misbehaves on purpose, as `worker.faults.parse_fault` reads it; None: not at all.
         connect_timeout: wait for the server at the start.
         reconnect_timeout: wait for the server once it was lost.
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
@@ -74,13 +81,14 @@ class WorkerConfig:
     model: str = "mlp"
     dataset: str = "digits"
     data_dir: Path | None = None
-    batch_size: int = 32
+    batch_size: int | None = None
     trusted_examples: int = 100
     threads: int = field(default_factory=available_cpus)
     legacy_keras: bool = False
     seed: int | None = None
     token_file: Path | None = None
     evaluate_every: int = 20
+    fault: str | None = None
     connect_timeout: float = 60.0
     reconnect_timeout: float = 120.0
     congestion_control: str = "auto"
@@ -103,7 +111,7 @@ class WorkerConfig:
                     f"{option_name(name)} must be above 0 and at most {_MAX_SECONDS} seconds, not {seconds}"
                 )
         if self.role not in ROLES:
-            raise ConfigurationError(f"--role must be {' or '.join(ROLES)}, not {self.role}")
+            raise ConfigurationError(f"--role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {self.role}")
         if self.name is not None:
             _check_name(self.name)
         if self.model not in MODELS and not _FUNCTION.fullmatch(self.model):
@@ -118,11 +126,17 @@ class WorkerConfig:
                 f"--congestion-control must be auto, system or a name that the kernel knows, such as reno, "
                 f"not {self.congestion_control!r}"
             )
-        if self.role == "evaluator" and self.rank is not None:
+        if self.role != "worker" and self.rank is not None:
             raise ConfigurationError(
-                "--role evaluator and --rank exclude each other: an evaluator has no rank; leave --rank out"
+                f"--role {self.role} and --rank exclude each other: only a worker has a rank; leave --rank out"
             )
-        if self.role != "evaluator" and self.evaluate_every != default_of("evaluate_every"):
+        if self.fault is not None:
+            parse_fault(self.fault)
+            if self.role != "worker":
+                raise ConfigurationError(
+                    f"--fault and --role {self.role} exclude each other: only a worker misbehaves; leave one out"
+                )
+        if self.role == "validator" and self.evaluate_every != default_of("evaluate_every"):
             raise ConfigurationError(
                 f"--evaluate-every works only with --role evaluator, not with --role {self.role}"
             )

@@ -16,6 +16,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from protocol.arena import Arena
+from protocol.ensemble import Weighting
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import Layout, Manifest
 from worker.binding import BuildFunction, BuiltGraph, InputSpec, build_graph
@@ -32,6 +33,10 @@ __all__ = [
     "describe",
 ]
 
+TF1_LAYERS_MISSING = "module 'tensorflow' has no attribute 'layers'"
+KERAS_3_HAS_NO_LAYERS = ("is not available with Keras 3", "module 'tensorflow.compat.v1.layers' has no attribute")
+"""What TensorFlow says to code that was written for `tf.layers`."""
+
 
 @dataclass(frozen=True)
 class Description:
@@ -43,6 +48,7 @@ class Description:
         replayable: whether a step computed again at equal values gives equal bits.
         replayable_reason: why not, naming the op; None when replayable.
         ops: number of ops in the training graph.
+        logits: classes and dtype (float32 or float64) of the logits; None without, or when the classes vary.
     """
 
     manifest: Manifest
@@ -50,6 +56,7 @@ class Description:
     replayable: bool
     replayable_reason: str | None
     ops: int
+    logits: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +70,14 @@ class Gradients:
         buffers: flat byte views that together are the payload of a push, gaps zero: gradients of trainable
             variables, new minus old of floating state, new values of other state. They stay valid after
             later steps.
+        logits: float [B, C] of the batch, if the trainer is a member's and weighs whole batches; else None.
     """
 
     loss: float
     accuracy: float | None
     examples: int
     buffers: list[memoryview]
+    logits: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,13 @@ def describe(build: BuildFunction, inputs: InputSpec, *, legacy_keras: bool = Fa
     """
     if legacy_keras:
         _check_legacy_keras()
-    built = build_graph(build, inputs, EachItsOwn(), training=True, seed=0)
+    try:
+        built = build_graph(build, inputs, EachItsOwn(), training=True, seed=0)
+    except ConfigurationError as error:
+        advice = _about_layers(str(error.__cause__), legacy_keras)
+        if not advice:
+            raise
+        raise ConfigurationError(f"{error}; {advice}") from error.__cause__
     analysis = analyse(built)
     return Description(
         Manifest(analysis.specs),
@@ -101,7 +116,21 @@ def describe(build: BuildFunction, inputs: InputSpec, *, legacy_keras: bool = Fa
         analysis.not_replayable is None,
         analysis.not_replayable,
         len(built.graph.get_operations()),
+        _sizes_of(built.logits),
     )
+
+
+def _sizes_of(logits: Any) -> tuple[int, str] | None:
+    classes = None if logits is None or logits.shape.rank is None else logits.shape[1]
+    return None if classes is None else (int(classes), str(logits.dtype.name))
+
+
+def _about_layers(problem: str, legacy_keras: bool) -> str:
+    """Say how to get the layers of TensorFlow 1, if it is them that a build function missed; else nothing."""
+    where = "in TensorFlow 2 they are tf.compat.v1.layers" if TF1_LAYERS_MISSING in problem else ""
+    missing = where or any(sign in problem for sign in KERAS_3_HAS_NO_LAYERS)
+    cure = "" if legacy_keras or not missing else "tf.compat.v1.layers need --legacy-keras and the tf-keras package"
+    return "; ".join(part for part in (where, cure) if part)
 
 
 def _check_legacy_keras() -> None:
@@ -166,18 +195,33 @@ class Trainer:
         layout: of the manifest that `describe` returned, without side arrays.
         seed: of the run; the initial values are a function of it.
         threads: of the session, both pools. The first session of a process fixes them for all.
+        weighting: of a member of an ensemble, whose logits are wanted too; None in mode shared.
 
     Raises:
         ConfigurationError: the build function makes other variables than before, or cannot be bound.
     """
 
-    def __init__(self, build: BuildFunction, inputs: InputSpec, layout: Layout, seed: int, *, threads: int) -> None:
+    def __init__(
+        self,
+        build: BuildFunction,
+        inputs: InputSpec,
+        layout: Layout,
+        seed: int,
+        *,
+        threads: int,
+        weighting: Weighting | None = None,
+    ) -> None:
         if layout.sides:
             raise LocalProtocolError("a layout with side arrays needs buffers that a trainer does not make")
         self._layout = layout
         self._threads = threads
         self._source = ArenaSource(layout)
-        self._built = built = build_graph(build, inputs, self._source, training=True, seed=seed)
+        weighted = weighting is Weighting.SAMPLE
+        self._built = built = build_graph(build, inputs, self._source, training=True, seed=seed, weighted=weighted)
+        if weighting is not None and built.logits is None:
+            raise ConfigurationError(
+                "a member of an ensemble needs logits: return worker.Model(loss=..., logits=...)"
+            )
         analysis = analyse(built)
         _check_same(layout, analysis)
         with built.graph.as_default(), tf.name_scope("weighmaster"):
@@ -187,7 +231,13 @@ class Trainer:
                 for item in built.bound.values()
                 if not item.is_seed
             }
-        self._fetches = [built.loss, *([] if built.accuracy is None else [built.accuracy]), *self._outputs.tensors]
+        self._with_logits = weighting is Weighting.BATCH
+        self._fetches = [
+            built.loss,
+            *([] if built.accuracy is None else [built.accuracy]),
+            *([built.logits] if self._with_logits else []),
+            *self._outputs.tensors,
+        ]
         local = _local_initializers(built)
         built.graph.finalize()
         self._session = _session(built.graph, threads)
@@ -232,6 +282,7 @@ class Trainer:
         features: NDArray[Any],
         labels: NDArray[np.int32],
         draw: tuple[int, int, int],
+        weights: NDArray[Any] | None = None,
     ) -> Gradients:
         """Compute one step, in one `session.run`.
 
@@ -240,23 +291,52 @@ class Trainer:
             features: [B, ...] in the dtype of the inputs.
             labels: int32 [B].
             draw: (seed, rank, step), of which all random numbers of the step are a function.
+            weights: float [B], where single examples are weighted: gradients are of the mean of weight times loss.
 
         Raises:
             ConfigurationError: an op failed (such as for a label outside the classes), or the inputs do not fit.
             LocalProtocolError: `values` is not such a buffer.
         """
         built = self._built
+        feeds = self._feeds(values, features, labels, draw)
+        if weights is not None:
+            feeds[built.weights.name] = weights
+        fetched = _run(self._session, self._fetches, feeds, f"computing step {draw[2]}")
+        loss, *rest = fetched
+        accuracy = None if built.accuracy is None else float(rest.pop(0))
+        logits = rest.pop(0) if self._with_logits else None
+        return Gradients(float(loss), accuracy, len(labels), self._outputs.buffers(rest), logits)
+
+    def answer(
+        self,
+        values: NDArray[np.uint8],
+        features: NDArray[Any],
+        labels: NDArray[np.int32],
+        draw: tuple[int, int, int],
+    ) -> NDArray[Any]:
+        """Return the logits [B, C] alone, which come before the weights of the same step; arguments as `compute`.
+
+        `compute` runs the same forward pass again: at equal arguments it sees equal logits.
+        """
+        feeds = self._feeds(values, features, labels, draw)
+        logits: NDArray[Any] = _run(self._session, self._built.logits, feeds, f"answering step {draw[2]}")
+        return logits
+
+    def _feeds(
+        self,
+        values: NDArray[np.uint8],
+        features: NDArray[Any],
+        labels: NDArray[np.int32],
+        draw: tuple[int, int, int],
+    ) -> dict[str, Any]:
+        built = self._built
         _check_inputs(built, features)
-        feeds = {
+        return {
             **self._source.views(values),
             built.features.name: features,
             built.labels.name: labels,
             built.draw.name: draw_key(draw),
         }
-        fetched = _run(self._session, self._fetches, feeds, f"computing step {draw[2]}")
-        loss, *rest = fetched
-        accuracy = None if built.accuracy is None else float(rest.pop(0))
-        return Gradients(float(loss), accuracy, len(labels), self._outputs.buffers(rest))
 
     def close(self) -> None:
         """Close the session; buffers that were returned stay valid."""
@@ -302,6 +382,20 @@ class Evaluator:
             total += np.multiply(_run(self._session, fetches, feeds, "evaluating"), len(labels[batch]))
         loss, *rest = (total / len(labels)).tolist()
         return Evaluation(loss, rest[0] if rest else None, len(labels))
+
+    def logits(
+        self, values: NDArray[np.uint8], features: NDArray[Any], labels: NDArray[np.int32], batch_size: int
+    ) -> NDArray[Any]:
+        """Return the logits [N, C] of all examples; arguments as `evaluate`, of a model that has logits."""
+        built = self._built
+        _check_inputs(built, features)
+        fixed = {**self._source.views(values), built.draw.name: self._draw}
+        parts = []
+        for start in range(0, len(labels), batch_size):
+            batch = slice(start, start + batch_size)
+            feeds = {**fixed, built.features.name: features[batch], built.labels.name: labels[batch]}
+            parts.append(_run(self._session, built.logits, feeds, "evaluating"))
+        return np.concatenate(parts)
 
     def close(self) -> None:
         """Close the session."""

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 from protocol.errors import (
+    ConnectionLost,
     Diverged,
     NoProgress,
     PeerLost,
+    PeerSilent,
     Refused,
     RemoteProtocolError,
     VersionMismatch,
@@ -47,14 +49,22 @@ def shake_hands(
         Refused: the server said no, or cannot prove itself.
         NetworkError: the connection broke; worth another attempt.
     """
-    link.send(hello)
-    _prove(link, hello, expect(hear(link), Challenge), token)
+    _prove(link, hello, _introduce(link, hello), token)
     link.send(offer)
     message = hear(link)
     while isinstance(message, Heartbeat):
         on_waiting(message.waiting)
         message = hear(link)
     return expect(message, Welcome)
+
+
+def _introduce(link: Link, hello: Hello) -> Challenge:
+    """Say hello and receive the challenge; another service at this address may hang up, or never say a word."""
+    try:
+        link.send(hello)
+        return expect(hear(link), Challenge)
+    except (ConnectionLost, PeerSilent) as error:
+        raise type(error)(f"{error} (before any answer; is it a weighmaster server?)") from error
 
 
 def hear(link: Link, deadline: Deadline | None = None) -> Message:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.batches import Shard, gather
+from worker.batches import gather
 from worker.client import Update
 from worker.definitions import Dataset
 
@@ -93,26 +93,40 @@ class Pushes(Protocol):
 
 Say = Callable[[str], None]
 
+StepGradient = Callable[[NDArray[np.uint8], int], Computed]
+"""Computes what is pushed for a step, from the values of that step (an arena's buffer) and its number."""
 
-def train(
-    server: Pushes,
-    trainer: Computes,
-    dataset: Dataset,
-    shard: Shard,
-    batch_size: int,
-    seed: int,
-    rank: int,
-    say: Say,
-) -> Update:
+
+def on_batches(
+    trainer: Computes, dataset: Dataset, batch_ids: Callable[[int], NDArray[np.int64]], seed: int, rank: int
+) -> StepGradient:
+    """Compute the gradient of the batch of each step.
+
+    Args:
+        trainer: computes one batch.
+        dataset: where the batches come from.
+        batch_ids: examples of a step, int64 [B].
+        seed: of the run; with rank and step it names the random numbers inside the model.
+        rank: of this worker; `AUTO_RANK` for a validator.
+    """
+
+    def compute(values: NDArray[np.uint8], step: int) -> Computed:
+        features, labels = gather(dataset, batch_ids(step))
+        return trainer.compute(values, features, labels, (seed, rank, step))
+
+    return compute
+
+
+def train(server: Pushes, gradient_of: StepGradient, say: Say) -> Update:
     """Push gradients until the run is done; return the final values.
 
-    The batch of a step is a function of (seed, rank, step) alone, so a worker that starts again, or is sent back
-    to an earlier step, computes the same gradients again.
+    What is pushed for a step is a function of (seed, rank, step) and its values alone, so a worker that starts
+    again, or is sent back to an earlier step, computes the same gradients again. A validator's loop is the same:
+    the server lets it wait until a round is to be validated.
     """
     update = server.pull()
     while not update.done:
-        features, labels = gather(dataset, shard.batch_ids(update.step, batch_size))
-        gradients = trainer.compute(update.arena.buffer, features, labels, (seed, rank, update.step))
+        gradients = gradient_of(update.arena.buffer, update.step)
         answered = server.push_buffers(
             gradients.buffers, loss=gradients.loss, accuracy=gradients.accuracy, examples=gradients.examples
         )

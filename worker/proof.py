@@ -79,11 +79,11 @@ def analyse(built: BuiltGraph) -> Analysis:
                 f"the build function assigns to trainable variable {item.name!r} "
                 f"(op {assigns[item.name][0].name}); only the server updates it: leave the assignment out"
             )
-    influences = ancestors([built.loss.op])
+    influences = ancestors([built.objective.op])
     prove(built, influences, functions)
     remarks: list[str] = []
     with built.graph.as_default(), tf.name_scope("weighmaster"):
-        gradients = _gradients(built.loss, trainable)
+        gradients = _gradients(built.objective, trainable)
         updates = {name: _update(name, ops, built, remarks) for name, ops in assigns.items() if ops}
     for item in trainable:
         if item.name not in gradients:

@@ -22,6 +22,9 @@ VALUES, PUSH, ASK_INITIAL, INITIAL, HEARTBEAT, REPORT, BYE, ENDED = range(9, 17)
 
 # Two float32 variables, "w" of 3 elements and "b" a scalar, each in 64 bytes of its own: 128 bytes of payload.
 ROWS = [["w", [3], "float32", "trainable", -1], ["b", [], "float32", "trainable", -1]]
+NO_ENSEMBLE = {"examples": 0, "classes": 0, "logits_dtype": "", "test_examples": 0}
+"""The end of an offer of a client that trains in mode `shared` only."""
+
 INITIAL_VALUES = [1.0, 2.0, 3.0, -4.0]
 GRADIENTS = [[0.5, -1.0, 2.0, 8.0], [1.0, 0.0, 0.25, -16.0], [-2.0, 4.0, -8.0, 0.125]]
 
@@ -104,7 +107,7 @@ class PlainClient:
         self.send(PROOF, {"mac": proof(b"worker")})
         _, answer, _, _ = self.receive(SERVER_PROOF)
         assert hmac.compare_digest(answer["mac"], proof(b"server")), "the server does not hold the token"
-        self.send(OFFER, {"manifest": b"".join(map(msgpack.packb, ROWS)), "threads": 1, "seed": None})
+        self.send(OFFER, {"manifest": b"".join(map(msgpack.packb, ROWS)), "threads": 1, "seed": None} | NO_ENSEMBLE)
         return self.receive(WELCOME)[1]
 
     def train(self, welcome: dict) -> list[dict]:
@@ -118,7 +121,7 @@ class PlainClient:
         answers.append({**fields, "values": unpack_payload(payload)})
         for seq, gradient in enumerate(GRADIENTS, 1):
             push = {"epoch": fields["epoch"], "step": fields["step"], "seq": seq}
-            measured = {"loss": 1.0 / seq, "accuracy": None, "examples": 8}
+            measured = {"loss": 1.0 / seq, "accuracy": None, "examples": 8, "labels": None}
             self.send(PUSH, push | measured, pack_payload(gradient))
             _, fields, payload, _ = self.receive(VALUES)
             assert fields["epoch"] == welcome["epoch"]

@@ -25,9 +25,10 @@ CONFIGURATION = 2
 class Script:
     """A run of `train.sh` with a directory of its own, by which all its processes are known."""
 
-    def __init__(self, processes, directory, *options):
+    def __init__(self, processes, directory, *options, **environment):
         self.directory = directory
-        self.process = processes.command("train.sh", ROOT / "scripts/train.sh", "--run-dir", directory, *options)
+        words = (ROOT / "scripts/train.sh", "--run-dir", directory, *options)
+        self.process = processes.command("train.sh", *words, env=environment)
 
     def members(self):
         """Return all processes of the run that live, the script included."""
@@ -55,8 +56,8 @@ def train(processes, tmp_path):
     """Return a function that starts the script; whatever of it lives at the end is killed."""
     scripts = []
 
-    def start(*options):
-        scripts.append(Script(processes, tmp_path / f"run-{len(scripts)}", *options))
+    def start(*options, **environment):
+        scripts.append(Script(processes, tmp_path / f"run-{len(scripts)}", *options, **environment))
         return scripts[-1]
 
     yield start
@@ -66,9 +67,14 @@ def train(processes, tmp_path):
 
 
 def test_it_trains_from_end_to_end(train):
-    """Three workers and an evaluator, on digits; progress in plain lines, a summary, results, and nothing left."""
-    script = train("--steps", 100, "--learning-rate", 0.003, "--evaluate-every=25")
+    """Three workers and an evaluator, on digits; progress in plain lines, a summary, results, and nothing left.
+
+    What the environment says to workers of other runs is not heard.
+    """
+    elsewhere = {"TF_CONFIG": "nonsense", "WEIGHMASTER_RANK": "7", "WEIGHMASTER_INSECURE": "1"}
+    script = train("--steps", 100, "--learning-rate", 0.003, "--evaluate-every=25", **elsewhere)
     script.process.says("Training mlp on digits: 3 workers, 100 steps")
+    script.process.says("load TensorFlow first")
     script.process.ends_with(0)
     assert script.has_left_nothing()
     log = script.process.log
@@ -89,13 +95,16 @@ def test_it_trains_from_end_to_end(train):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_all(train, record_property, number):
-    """Ctrl-C in the midst of training, SIGTERM while TensorFlow comes up: no child is left, the port is free."""
+    """Ctrl-C in the midst of training, SIGTERM while the workers are started: no child is left, the port is free.
+
+    The server goes first, so nobody is lost to anybody; whoever was in the run is told why it ends.
+    """
     script = train("--workers", 1, "--steps", 1_000_000)
     if number is signal.SIGINT:
         script.process.says("step [1-9]")
         assert len(script.members()) == 4  # the script, a server, a worker, an evaluator
     else:
-        script.process.says("listening on")
+        script.process.says("load TensorFlow first")
     began = time.monotonic()
     if number is signal.SIGINT:
         os.killpg(script.process.pid, number)  # as a terminal does
@@ -107,7 +116,27 @@ def test_a_signal_ends_all(train, record_property, number):
     print(f"---- ended within {took:.2f} s")
     assert took < AT_ONCE_S
     assert script.has_left_nothing()
-    script.process.says(f"Stopped. Logs: {script.directory}")
+    script.process.says(rf"weighmaster-ps: the run ended at step \d+: the server was stopped by {number.name}$")
+    assert script.process.errors[-1] == f"Stopped. Logs: {script.directory}"
+    assert "lost" not in script.process.log
+    assert "Terminated" not in script.process.log
+    if number is signal.SIGINT:
+        for name in ("worker-0", "evaluator"):
+            log = (script.directory / f"{name}.log").read_text()
+            assert "SIGTERM" not in script.process.log + log
+            assert log.splitlines()[-1].endswith("ended the run: the server was stopped by SIGINT")
+
+
+def test_a_signal_before_anything_has_started(train):
+    """Ctrl-C while the server comes up: one sentence of each, and no trace of a run that never was."""
+    script = train()
+    while not script.directory.is_dir():  # made just before the first process starts
+        assert script.process.log == ""
+    os.killpg(script.process.pid, signal.SIGINT)
+    script.process.ends_with(130)
+    assert script.process.errors[-1] == "Stopped before anything was trained."
+    assert not script.directory.exists()
+    assert "Training" not in script.process.log
 
 
 def test_a_worker_that_fails_ends_all(train, tmp_path):
@@ -115,7 +144,8 @@ def test_a_worker_that_fails_ends_all(train, tmp_path):
     script = train("--workers", 2, "--dataset", f"npz:{tmp_path}/none.npz")
     script.process.ends_with(CONFIGURATION)
     assert script.has_left_nothing()
-    script.process.says(r"(worker-\d|evaluator) failed with exit code 2. The end of .*\.log:")
+    failed = script.process.says(r"(worker-\d|evaluator) failed with exit code 2, which ends the run")[1]
+    script.process.says(rf"The end of {script.directory}/{failed}\.log:")
     script.process.says(r"none\.npz is missing: check the path after npz:")
 
 
@@ -125,16 +155,24 @@ def test_a_worker_that_fails_ends_all(train, tmp_path):
         (("--workers", "none"), "train.sh: --workers must be a number from 1, not 'none'"),
         (("--port", 5014), "train.sh: --port is what this script sets by itself; .*scripts/launch_ps.sh"),
         (("--steps",), "train.sh: --steps needs a value"),
-        (("--optimiser", "sgd"), "weighmaster-ps: No such option '--optimiser'"),
+        (("--dry-run",), "train.sh: --dry-run is what this script sets by itself"),
+        (
+            ("--optimiser", "sgd"),
+            "weighmaster-ps: No such option '--optimiser'.*See `.*scripts/launch_ps.sh --help`",
+        ),
+        (("--momentum", 0.9), "weighmaster-ps: --momentum works only with --optimizer sgd"),
+        (("--init", "none.safetensors"), "weighmaster-ps: --init none.safetensors cannot be read"),
     ],
-    ids=["not a number", "its own", "no value", "unknown"],
+    ids=["not a number", "its own", "no value", "a worker's", "unknown", "does not go", "no file"],
 )
 def test_an_option_that_is_wrong(train, options, sentence):
-    """One sentence, of the script or of the server that was to have the option."""
+    """One sentence, of the script or of the server that was to have the option; nothing announced, nothing left."""
     script = train(*options)
     script.process.ends_with(CONFIGURATION)
     script.process.says(f"^{sentence}")
+    assert script.process.log.count("\n") == 0
     assert script.members() == []
+    assert not script.directory.exists()
 
 
 def test_the_launch_scripts_are_the_programs(processes, tmp_path):

@@ -12,6 +12,7 @@ from protocol.messages import (
     Hello,
     Initial,
     Kind,
+    Logits,
     Message,
     Offer,
     Proof,
@@ -24,7 +25,9 @@ from protocol.messages import (
     ServerProof,
     Side,
     Status,
+    TestLogits,
     Values,
+    Weights,
     Welcome,
 )
 from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
@@ -32,6 +35,10 @@ from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
 MANIFEST = Manifest((VariableSpec("dense/kernel", (3,), "float32"), VariableSpec("dense/bias", (), "float32")))
 LAYOUT = Layout.of(MANIFEST, sides=(SideSpec("logits", (2, 2), "float32"),))
 """128 bytes of values and 64 of a side array, so the payloads of a push and of values differ."""
+
+
+PAYLOADS = {Kind.LOGITS: 128, Kind.WEIGHTS: 64, Kind.TEST_LOGITS: 192}
+"""What ensemble mode would agree upon beside the layout."""
 
 
 def hello(role: Role = Role.WORKER) -> Hello:
@@ -72,6 +79,9 @@ SAMPLES: dict[Kind, Message] = {
         Report(epoch=2**62, step=1, loss=0.5, accuracy=0.25, examples=100),
         Bye(),
         Ended(Status.NO_PROGRESS, "rank 1 did not return"),
+        Logits(epoch=2**62, step=0, seq=1, labels=b"l" * 16),
+        Weights(epoch=2**62, step=0, seq=1),
+        TestLogits(epoch=2**62, step=0),
     )
 }
 
@@ -88,7 +98,7 @@ OPENING = (
 def payload_bytes(kind: Kind) -> int:
     """The size of a message's payload under `LAYOUT`."""
     if kind not in WITH_PAYLOAD:
-        return 0
+        return PAYLOADS.get(kind, 0)
     return LAYOUT.payload_bytes if kind is Kind.PUSH else LAYOUT.values_bytes
 
 
@@ -147,7 +157,7 @@ class ConnectionPair:
                 continue
             self.send(sender, hello(self.role) if kind is Kind.HELLO else SAMPLES[kind])
         for side in self.sides.values():
-            side.agree(LAYOUT)
+            side.agree(LAYOUT, PAYLOADS)
         if until is State.CLOSED:
             self.send(Side.WORKER, Bye())
         return self

@@ -40,7 +40,8 @@ def test_a_header_is_this_msgpack():
     """Names, order and encodings as another language sees them."""
     message = Push(epoch=5, step=0, seq=1, loss=0.5, accuracy=None, examples=32)
     assert encode_header(message) == (
-        b"\x86\xa5epoch\x05\xa4step\x00\xa3seq\x01\xa4loss\xcb\x3f\xe0\0\0\0\0\0\0\xa8accuracy\xc0\xa8examples\x20"
+        b"\x87\xa5epoch\x05\xa4step\x00\xa3seq\x01\xa4loss\xcb\x3f\xe0\0\0\0\0\0\0\xa8accuracy\xc0\xa8examples\x20"
+        b"\xa6labels\xc0"
     )
 
 
@@ -67,7 +68,7 @@ def test_a_loss_that_is_not_finite_can_be_reported(loss):
     assert decoded.loss == loss or (math.isnan(decoded.loss) and math.isnan(loss))
 
 
-@pytest.mark.parametrize("kind", [0, 17, 65_535])
+@pytest.mark.parametrize("kind", [0, 20, 65_535])
 def test_unknown_kinds_are_refused(kind):
     refused(kind, b"\x80", "unknown kind")
 
@@ -89,6 +90,8 @@ def types_of(kind, field):
         "name": (str,), "host": (str,), "mode": (str,), "codec": (str,), "reason": (str,), "waiting": (str,),
         "role": (str,), "code": (str,), "status": (str,),
         "codecs": (list,),
+        "classes": (int,), "test_examples": (int,), "logits_dtype": (str,), "weighting": (str,),
+        "labels": (bytes, type(None)) if kind is Kind.PUSH else (bytes,),
     }[field]  # fmt: skip
 
 
@@ -198,7 +201,14 @@ def test_the_longest_text_of_widest_characters_passes():
 
 def offer_of(size, **fields):
     """An offer whose header has exactly `size` bytes, with some fields replaced or added; its manifest fills it."""
-    rest = {"threads": 2, "seed": None} | fields
+    rest = {
+        "threads": 2,
+        "seed": None,
+        "examples": 0,
+        "classes": 0,
+        "logits_dtype": "",
+        "test_examples": 0,
+    } | fields
     filler = size - len(msgpack.packb(rest | {"manifest": bytes(300)})) + 300
     assert filler > 255, "shorter manifests have another lead"
     header = msgpack.packb(rest | {"manifest": bytes(filler)})
@@ -222,8 +232,8 @@ def test_on_both_sides_a_field_that_comes_twice_is_refused(size):
     """Also when both say the same, and when one more field hides a missing one."""
     once = b"\xa7threads\x02"
     header = offer_of(size - len(once))
-    assert header[:1] == b"\x83"
-    refused(Kind.OFFER, b"\x84" + header[1:] + once, "field 'threads' comes twice")
+    assert header[:1] == b"\x87"
+    refused(Kind.OFFER, b"\x88" + header[1:] + once, "field 'threads' comes twice")
     instead = header.replace(b"\xa4seed\xc0", once)
     refused(Kind.OFFER, instead, "field 'threads' comes twice")
 
@@ -235,7 +245,7 @@ def test_on_both_sides_a_field_that_comes_twice_is_refused(size):
 def test_on_both_sides_an_unknown_field_is_refused(size, name):
     """A name that is binary or a number is not one, whatever it says."""
     header = offer_of(size - len(msgpack.packb(name)) - 1)
-    refused(Kind.OFFER, b"\x84" + header[1:] + msgpack.packb(name) + b"\x02", "not valid")
+    refused(Kind.OFFER, b"\x88" + header[1:] + msgpack.packb(name) + b"\x02", "not valid")
 
 
 @BOTH_SIDES

@@ -42,7 +42,10 @@ EXPECTED: dict[State, dict[tuple[Side, Kind], State]] = {
         (WORKER, Kind.PUSH): State.OPEN,
         (WORKER, Kind.INITIAL): State.OPEN,
         (WORKER, Kind.HEARTBEAT): State.OPEN,
+        (WORKER, Kind.LOGITS): State.OPEN,
+        (WORKER, Kind.TEST_LOGITS): State.OPEN,
         (WORKER, Kind.BYE): State.CLOSED,
+        (SERVER, Kind.WEIGHTS): State.OPEN,
         (SERVER, Kind.VALUES): State.OPEN,
         (SERVER, Kind.ASK_INITIAL): State.OPEN,
         (SERVER, Kind.HEARTBEAT): State.OPEN,
@@ -136,6 +139,11 @@ def test_what_may_be_heard_in_each_state_and_what_may_not(state, sender):
         (Role.EVALUATOR, Kind.PUSH, False),
         (Role.EVALUATOR, Kind.INITIAL, False),
         (Role.EVALUATOR, Kind.REPORT, True),
+        (Role.WORKER, Kind.LOGITS, True),
+        (Role.EVALUATOR, Kind.LOGITS, False),
+        (Role.VALIDATOR, Kind.LOGITS, False),
+        (Role.WORKER, Kind.TEST_LOGITS, True),
+        (Role.EVALUATOR, Kind.TEST_LOGITS, False),
         (Role.WORKER, Kind.PULL, True),
         (Role.EVALUATOR, Kind.PULL, True),
         (Role.EVALUATOR, Kind.BYE, True),
@@ -289,6 +297,9 @@ def test_our_own_headers_obey_the_same_limits():
         (WORKER, Kind.PUSH, LAYOUT.payload_bytes),
         (WORKER, Kind.INITIAL, LAYOUT.values_bytes),
         (SERVER, Kind.VALUES, LAYOUT.values_bytes),
+        (WORKER, Kind.LOGITS, 128),
+        (SERVER, Kind.WEIGHTS, 64),
+        (WORKER, Kind.TEST_LOGITS, 192),
         (WORKER, Kind.PULL, 0),
         (WORKER, Kind.BYE, 0),
         (SERVER, Kind.HEARTBEAT, 0),
@@ -323,6 +334,20 @@ def test_a_payload_cannot_be_sent_before_a_layout_is_agreed():
             pair.sides[side].send(SAMPLES[kind])
 
 
+@pytest.mark.parametrize(
+    ("sender", "kind"), [(WORKER, Kind.LOGITS), (SERVER, Kind.WEIGHTS), (WORKER, Kind.TEST_LOGITS)]
+)
+def test_what_only_some_modes_have_must_have_been_agreed_upon(sender, kind):
+    """Neither side says it, nor takes it, not even without a payload."""
+    pair = ConnectionPair().open()
+    for side in pair.sides.values():
+        side.agree(LAYOUT)
+    with pytest.raises(LocalProtocolError, match="was not agreed upon"):
+        pair.sides[sender].send(SAMPLES[kind])
+    with pytest.raises(RemoteProtocolError, match=f"sent {kind.name}, which this mode does not have"):
+        pair.sides[other(sender)].feed(frame_prefix(kind, len(encode_header(SAMPLES[kind])), 0))
+
+
 # ---- driving it wrongly, and broken peers --------------------------------------------------------------
 
 
@@ -349,7 +374,7 @@ def test_an_empty_header_is_refused():
         connection.feed(bytes(connection.needed))
 
 
-@pytest.mark.parametrize("kind", [0, 17, 65_535])
+@pytest.mark.parametrize("kind", [0, 20, 65_535])
 def test_an_unknown_kind_is_refused_at_the_prefix(kind):
     with pytest.raises(RemoteProtocolError, match=f"unknown kind {kind}"):
         ConnectionPair().open().sides[SERVER].feed(frame_prefix(kind, 1, 0))

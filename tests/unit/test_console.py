@@ -34,6 +34,15 @@ def test_a_line_says_step_loss_accuracy_speed_and_time_left() -> None:
     ]
 
 
+def test_what_is_not_known_or_over_is_not_shown() -> None:
+    """No speed before two rounds have told of one, and no time left when there is nothing left to do."""
+    stream = io.StringIO()
+    console = Console(10, stream)
+    console.progress(0, None, None, 0.0, now_s=0.0)
+    console.progress(10, 0.5, None, 320.0, now_s=PLAIN_LINE_S)
+    assert stream.getvalue().splitlines() == ["step 0/10", "step 10/10  loss 0.500  320 examples/s"]
+
+
 def test_hours_are_shown_and_time_left_is_of_the_recent_pace() -> None:
     stream = io.StringIO()
     console = Console(100_000, stream)

@@ -1,5 +1,7 @@
 """Faults: what each pushes, that it is a pure function, and that it leaves alone what is not its own."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from protocol.errors import ConfigurationError
 from worker.corruption import Draw, Purpose, add_noise, flip_labels, normal, randomise_labels
 from worker.faults import FAULTS, LIAR_LOSS, Contribution, Situation, parse_fault
 
+ROOT = Path(__file__).parents[2]
 CLASSES = 3
 WORKERS = 5
 STEPS = 400
@@ -305,3 +308,16 @@ def test_what_is_no_fault_is_one_sentence(text, words):
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_table_holds_what_a_plain_name_means(name):
     assert parse_fault(name) == FAULTS[name]
+
+
+def test_the_documented_table_is_the_table():
+    """docs/RUNNING.md lists all faults, and for each that takes a number its default."""
+    lines = [line for line in (ROOT / "docs/RUNNING.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    numbers = {row[0].strip("`"): row[2] for row in rows if row[0].strip("`") in FAULTS}
+    assert numbers.keys() == FAULTS.keys()
+    for name, fault in FAULTS.items():
+        if np.isfinite(fault.number):
+            assert numbers[name].endswith(f"({fault.number:g})"), name
+        else:
+            assert (numbers[name] == "") == (fault.parameter is None), name

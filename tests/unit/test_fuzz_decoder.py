@@ -170,6 +170,8 @@ FIELD_VALUES = {
     "codecs": st.lists(st.text(printable, max_size=32), max_size=8).map(tuple),
     "token_required": st.booleans(), "applied": st.booleans(), "done": st.booleans(),
     "heartbeat_interval": st.floats(0, 1e8), "heartbeat_timeout": st.floats(0, 1e8),
+    "classes": COUNT, "test_examples": COUNT, "logits_dtype": st.text(printable, max_size=20),
+    "weighting": st.text(printable, max_size=20), "labels": st.binary(min_size=16, max_size=16),
     "loss": st.floats(allow_nan=False), "accuracy": st.none() | st.floats(allow_nan=False),
 }  # fmt: skip
 

@@ -43,6 +43,9 @@ WIRE_NUMBERS = {
     "REPORT": (14, Side.WORKER),
     "BYE": (15, Side.WORKER),
     "ENDED": (16, Side.SERVER),
+    "LOGITS": (17, Side.WORKER),
+    "WEIGHTS": (18, Side.SERVER),
+    "TEST_LOGITS": (19, Side.WORKER),
 }
 """Fixed for ever within version 1: a change here is a new version of the protocol."""
 
@@ -75,6 +78,9 @@ LIMITS = [
     (Kind.OFFER, "manifest", [b"", bytes(16 << 20)], [bytes((16 << 20) + 1), "", None, []]),
     (Kind.OFFER, "threads", [1, 4096], [0, 4097, True, None]),
     (Kind.OFFER, "seed", [None, 0, 2**63 - 1], [-1, 2**63, True, 1.0]),
+    (Kind.OFFER, "examples", [0, 2**31 - 1], [-1, 2**31, True, None]),
+    (Kind.OFFER, "classes", [0, 2**31 - 1], [-1, 2**31, True, None]),
+    (Kind.OFFER, "test_examples", [0, 2**31 - 1], [-1, 2**31, True, None]),
     (Kind.WELCOME, "rank", [-1, MAX_RANK], [-2, MAX_RANK + 1]),
     (Kind.WELCOME, "workers", [0, 2**31 - 1], [-1, 2**31, True]),
     (Kind.WELCOME, "shards", [0, 2**31 - 1], [-1, 2**31, True]),
@@ -90,6 +96,10 @@ LIMITS = [
     (Kind.PUSH, "loss", [None, -1.5, math.nan, math.inf, -math.inf], [1, True, "0.5"]),
     (Kind.PUSH, "accuracy", [None, 0.0, math.nan], [1, True, "0.5"]),
     (Kind.PUSH, "examples", [0, 2**31 - 1], [-1, 2**31, True, 1.0]),
+    (Kind.PUSH, "labels", [None, bytes(16)], [b"", bytes(15), bytes(17), "x" * 16]),
+    (Kind.LOGITS, "labels", [bytes(16)], [None, bytes(15), bytes(17), "x" * 16]),
+    (Kind.LOGITS, "seq", [1, 2**63 - 1], [0, -1, 2**63, True]),
+    (Kind.WEIGHTS, "seq", [1, 2**63 - 1], [0, -1, 2**63, True]),
     (Kind.REPORT, "loss", [0.5, math.nan, math.inf], [None, 1, True]),
     (Kind.REPORT, "accuracy", [None, 1.0], [1, True]),
     (Kind.ENDED, "status", list(Status), ["done", "nonsense", None]),
@@ -107,8 +117,11 @@ def test_each_field_on_both_sides_of_its_limit(kind, field, allowed, refused):
             changed(kind, **{field: value})
 
 
+STEPPED = [Kind.WELCOME, Kind.VALUES, Kind.PUSH, Kind.REPORT, Kind.LOGITS, Kind.WEIGHTS, Kind.TEST_LOGITS]
+
+
 @pytest.mark.parametrize("field", ["epoch", "step"])
-@pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.VALUES, Kind.PUSH, Kind.REPORT])
+@pytest.mark.parametrize("kind", STEPPED)
 def test_epochs_and_steps_are_63_bits_wide(kind, field):
     """63, not 64: they fit a signed integer of any language."""
     changed(kind, **{field: 2**63 - 1})
@@ -123,6 +136,8 @@ TEXTS = [
     (Kind.WELCOME, "name", MAX_NAME_CHARACTERS),
     (Kind.WELCOME, "mode", MAX_NAME_CHARACTERS),
     (Kind.WELCOME, "codec", MAX_NAME_CHARACTERS),
+    (Kind.WELCOME, "weighting", MAX_NAME_CHARACTERS),
+    (Kind.OFFER, "logits_dtype", MAX_NAME_CHARACTERS),
     (Kind.REFUSED, "reason", MAX_REASON_CHARACTERS),
     (Kind.VALUES, "reason", MAX_REASON_CHARACTERS),
     (Kind.HEARTBEAT, "waiting", MAX_REASON_CHARACTERS),
@@ -143,9 +158,7 @@ def test_texts_are_short_and_printable(kind, field, limit):
 def test_the_tables_above_cover_every_field():
     """A field added to a message without a limit tested here fails this."""
     covered = {(kind, field) for kind, field, *_ in LIMITS} | {(kind, field) for kind, field, _ in TEXTS}
-    covered |= {
-        (kind, field) for kind in (Kind.WELCOME, Kind.VALUES, Kind.PUSH, Kind.REPORT) for field in ("epoch", "step")
-    }
+    covered |= {(kind, field) for kind in STEPPED for field in ("epoch", "step")}
     same_type = {
         (Kind.CHALLENGE, "nonce"),
         (Kind.WELCOME, "steps"),

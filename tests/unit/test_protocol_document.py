@@ -10,7 +10,7 @@ from typing import get_type_hints
 import pytest
 
 from protocol import codec, frames, link, messages, tensors, transport
-from protocol.connection import ROLES, SENDERS, TRANSITIONS, WITH_PAYLOAD, State
+from protocol.connection import OPTIONAL, ROLES, SENDERS, TRANSITIONS, WITH_PAYLOAD, State
 from protocol.messages import (
     MESSAGES,
     Between,
@@ -111,7 +111,8 @@ def test_the_table_of_messages():
         assert int(number) == kind
         assert sender == {None: "both", Side.WORKER: "client", Side.SERVER: "server"}[SENDERS[kind]], kind.name
         assert role == (", ".join(ROLES[kind]) if kind in ROLES else "any"), kind.name
-        assert payload == {Kind.PUSH: "payload_bytes"}.get(kind, "values_bytes" if kind in WITH_PAYLOAD else "none")
+        special = {Kind.PUSH: "payload_bytes"} | {optional: "answers" for optional in OPTIONAL}
+        assert payload == special.get(kind, "values_bytes" if kind in WITH_PAYLOAD else "none")
 
 
 def test_the_table_of_fields():

@@ -120,7 +120,10 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.1, "weight_decay": 0.2, "insecure": True}
     others |= {"mean_over": "examples"}
     more = {"faulty_workers": 1}
-    assert given.keys() | others.keys() | more.keys() == {field.name for field in dataclasses.fields(ServerConfig)}
+    ensemble = {"mode": "ensemble", "aggregation": "master", "head": "sigmoid", "weight_acts_on": "update"}
+    ensemble |= {"weighting": "batch"}
+    known = given.keys() | others.keys() | more.keys() | ensemble.keys()
+    assert known == {field.name for field in dataclasses.fields(ServerConfig)}
     for name, value in given.items():
         monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
     assert parse([]) == ServerConfig(**given)
@@ -144,6 +147,9 @@ def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPa
     assert parse([*NEEDED, "--port", "2222"]).port == 2222
     assert parse([*NEEDED]).insecure
     assert not parse([*NEEDED, "--no-insecure"]).insecure
+
+
+ENSEMBLE = ["--mode", "ensemble", "--aggregation", "master"]
 
 
 REFUSED = [
@@ -173,7 +179,15 @@ REFUSED = [
     (["--port", "65536"], ["--port", "65535"]),
     (["--beta2", "1"], ["--beta2", "below 1"]),
     (["--seed", "-1"], ["--seed"]),
-    (["--mode", "ensemble"], ["--mode", "shared"]),
+    (["--mode", "ensemble"], ["--mode ensemble", "--aggregation mean"]),
+    (["--mode", "federated"], ["--mode", "shared", "ensemble"]),
+    (["--weighting", "sample"], ["--weighting", "--mode"]),
+    (["--head", "sigmoid"], ["--head", "--mode"]),
+    (["--weight-acts-on", "update"], ["--weight-acts-on", "--mode"]),
+    ([*ENSEMBLE, "--weighting", "sample", "--weight-acts-on", "update"], ["--weight-acts-on", "--weighting"]),
+    ([*ENSEMBLE, "--head", "sigmoid", "--master", "mine.py:master"], ["--head", "--master"]),
+    *(([*ENSEMBLE, option, "1"], [option, "--mode"]) for option in ("--evaluators", "--shards", "--validators")),
+    *(([*ENSEMBLE, option, "0.5"], [option, "--mode"]) for option in ("--ema-decay", "--clip-norm")),
     (["--consistency", "async"], ["--consistency", "sync"]),
     (["--congestion-control", "no such"], ["--congestion-control"]),
     (["--max-memory", "4Q"], ["--max-memory", "4Q"]),

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCED = ROOT / "scripts/environment.sh"
 STARTED = [*(path for path in sorted((ROOT / "scripts").glob("*.sh")) if path != SOURCED), ROOT / ".ci/run"]
 TRAIN = (ROOT / "scripts/train.sh").read_text()
+HELP = TRAIN.split("<<'TEXT'\n", 1)[1].split("\nTEXT\n", 1)[0]
 
 
 def _names(command: click.Command) -> set[str]:
@@ -75,6 +76,31 @@ def test_train_hands_each_option_to_a_program_that_has_it() -> None:
         "--batch-size",
         "--trusted-examples",
         "--evaluate-every",
+        "--connect-timeout",
+        "--reconnect-timeout",
     }
     assert kept <= WORKER_OPTIONS
     assert not kept & PS_OPTIONS
+
+
+def test_the_help_of_train_says_where_each_option_goes() -> None:
+    """What it keeps for the workers has a line; what it refuses is named as refused, and nothing else is."""
+    cases = re.findall(r"^ +((?:--[a-z-]+(?:=\*)? \| )[^)]*)\)$", TRAIN, re.MULTILINE)
+    refused, separate, joined = (set(re.findall(r"--[a-z-]+", case)) for case in cases)
+    assert separate == joined
+    described = set(re.findall(r"^  (--[a-z-]+)", HELP, re.MULTILINE))
+    assert separate | {"--legacy-keras"} == described
+    told = re.search(r"Refused, because[^;]*; [^.]*\.", HELP)
+    assert told is not None
+    assert set(re.findall(r"--[a-z-]+", told[0])) == refused
+    assert refused <= PS_OPTIONS | WORKER_OPTIONS
+
+
+def test_the_checks_look_at_our_own_folders_only() -> None:
+    """A file that a user keeps in the checkout fails no check; all our Python code is looked at."""
+    check = (ROOT / "scripts/check.sh").read_text()
+    found = re.search(r"python_files=\(([^)]*)\)", check)
+    assert found is not None
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert set(found[1].split()) == folders
+    assert not re.search(r"-m ruff .*\.$", check, re.MULTILINE)

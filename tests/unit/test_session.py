@@ -228,10 +228,10 @@ def test_a_refusal_before_the_proof_is_cut_to_what_a_stranger_may_be_sent(run, m
 
 
 def test_a_refusal_after_the_proof_has_all_characters_of_a_reason(run, monkeypatch):
-    def refuse(offer):
+    def refuse(who, offer):
         raise Refused(RefusalCode.MANIFEST, LONG_REASON)
 
-    monkeypatch.setattr(run.server, "agree", refuse)
+    monkeypatch.setattr(run.server, "check_offer", refuse)
     refusal = run.offer(Role.WORKER, KERNEL).receive()
     assert isinstance(refusal, Refusal)
     assert len(refusal.reason) == 4096

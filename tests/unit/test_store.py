@@ -266,6 +266,150 @@ def test_initialising_again_forgets_moments_average_and_steps():
     assert store.export()["dense/kernel"].tobytes() == average
 
 
+# ---- how gradients lie to each other -------------------------------------------------------------------
+
+
+def trainable_vector(arrays):
+    return np.concatenate([np.asarray(arrays[name], np.float64).reshape(-1) for name in TRAINABLE])
+
+
+def measured_store(**config):
+    """Return a store after one update, with gradients in three slots and two references, and all vectors."""
+    store = started(MIXED, random_arrays(MIXED, 0), optimizer=SGD(0.9), references=2, **config)
+    push(store, 0, random_arrays(MIXED, 99))
+    store.apply([0], [1.0], None, 0.1)
+    pushed = {row: random_arrays(MIXED, row) for row in (0, 1, 3, 4, 5)}
+    for row, arrays in pushed.items():
+        push(store, row, arrays, gap=255)
+    return (
+        store,
+        {row: trainable_vector(arrays) for row, arrays in pushed.items()},
+        trainable_vector(random_arrays(MIXED, 99)),
+    )
+
+
+@pytest.mark.parametrize("references", [(), (5,), (4, 5)])
+@pytest.mark.parametrize("with_momentum", [False, True])
+def test_inner_products_are_those_of_the_trainable_variables_in_the_order_asked_for(references, with_momentum):
+    store, vectors, moment = measured_store()
+    rows = [vectors[row] for row in (0, 1, 3, *references)] + [moment] * with_momentum
+    expected = np.array(rows) @ np.array(rows).T
+    products = store.inner_products([0, 1, 3], references, with_momentum)
+    np.testing.assert_allclose(products, expected, rtol=1e-6)
+    np.testing.assert_array_equal(products, products.T)
+    assert products.dtype == np.float64
+
+
+@pytest.mark.parametrize("references", [(), (5,), (4, 5)])
+@pytest.mark.parametrize("with_momentum", [False, True])
+def test_projections_are_those_on_references_moment_and_total(references, with_momentum):
+    store, vectors, moment = measured_store()
+    coefficients = [0.5, -0.25, 2.0]
+    rows = np.array([vectors[row] for row in (0, 1, 3, *references)] + [moment] * with_momentum)
+    rows = np.concatenate([rows, [coefficients @ rows[:3]]])
+    found = store.projections([0, 1, 3], coefficients, references, with_momentum)
+    np.testing.assert_allclose(found, rows @ rows[3:].T, rtol=1e-6)
+    assert found.dtype == np.float64
+
+
+def test_measurements_have_the_same_bits_for_any_number_of_threads():
+    layout = flat_layout(600_000)  # more than the least that is shared among threads
+    results = set()
+    for threads in (1, 2, 3):
+        store = started(layout, random_arrays(layout, 1), threads=threads, optimizer=Adam())
+        for slot in range(4):
+            push(store, slot, random_arrays(layout, slot))
+        store.apply([0, 1], [0.5, 0.5], None, 0.1)
+        products = store.inner_products([0, 1, 2, 3], with_momentum=True)
+        projections = store.projections([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4], with_momentum=True)
+        store.apply_trimmed([0, 1, 2, 3], 1, 0.1)
+        results.add((products.tobytes(), projections.tobytes(), bytes(store.current.buffer)))
+        store.close()
+    assert len(results) == 1
+
+
+def test_measuring_changes_nothing():
+    store, _, _ = measured_store()
+    before = bytes(store.current.buffer), [bytes(store.receiver(row).buffer) for row in (0, 1, 3, 4, 5)]
+    store.inner_products([0, 1, 3], [4, 5], True)
+    store.projections([0, 1, 3], [1, 1, 1], [4, 5], True)
+    assert (bytes(store.current.buffer), [bytes(store.receiver(row).buffer) for row in (0, 1, 3, 4, 5)]) == before
+
+
+def test_there_is_a_first_moment_once_an_optimizer_that_keeps_one_has_made_an_update():
+    for optimizer, kept in ((SGD(), False), (SGD(0.9), True), (Adam(), True)):
+        store = started(MIXED, random_arrays(MIXED, 0), optimizer=optimizer)
+        assert not store.has_momentum
+        push(store, 0, random_arrays(MIXED, 1))
+        store.apply([0], [1.0], None, 0.1)
+        assert store.has_momentum == kept
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda store: store.inner_products([0, 6]), "none of number 6"),
+        (lambda store: store.inner_products([0], [-1]), "none of number -1"),
+        (lambda store: store.projections([0, 1], [1.0]), "one coefficient for each slot"),
+        (lambda store: store.projections([0], [1.0], [6]), "none of number 6"),
+        (lambda store: store.apply_trimmed([0, 1, 6], 1, 0.1), "none of number 6"),
+        (lambda store: store.apply_trimmed([0, 1], 1, 0.1), "1 values cannot be trimmed at each end of 2"),
+        (lambda store: store.apply_trimmed([], 0, 0.1), "cannot be trimmed"),
+    ],
+)
+def test_rows_that_do_not_exist_and_parts_that_do_not_match_are_our_own_mistake(ask, says):
+    store, _, _ = measured_store()
+    with pytest.raises(LocalProtocolError, match=says):
+        ask(store)
+    assert store.current.step == 1
+
+
+def test_a_moment_that_no_optimizer_keeps_cannot_be_compared_with():
+    store = started(MIXED, random_arrays(MIXED, 0))
+    with pytest.raises(LocalProtocolError, match="keeps no first moment"):
+        store.inner_products([0], with_momentum=True)
+    with pytest.raises(LocalProtocolError, match="keeps no first moment"):
+        store.projections([0], [1.0], with_momentum=True)
+
+
+# ---- trimmed means -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "trim"), [([0], 0), ([0, 1, 2, 3], 0), ([3, 1, 2], 1), ([0, 1, 2, 3], 1)])
+def test_a_trimmed_mean_updates_as_that_gradient_would_and_state_gets_the_plain_mean(slots, trim):
+    values = random_arrays(MIXED, 0)
+    store = started(MIXED, values)
+    pushes = {slot: random_arrays(MIXED, slot + 1) for slot in slots}
+    for slot, arrays in pushes.items():
+        push(store, slot, arrays)
+    new = by_name(MIXED, store.apply_trimmed(slots, trim, 0.5))
+    for name in TRAINABLE:
+        middle = np.sort([pushes[slot][name] for slot in slots], axis=0)[trim : len(slots) - trim]
+        np.testing.assert_allclose(new[name], values[name] - 0.5 * middle.mean(axis=0), rtol=1e-5, atol=1e-6)
+    for name in ("norm/mean", "norm/exact"):
+        mean = np.mean([pushes[slot][name] for slot in slots], axis=0)
+        np.testing.assert_allclose(new[name], values[name] + mean, rtol=1e-5, atol=1e-6)
+    for name in ("norm/count", "norm/ready"):
+        np.testing.assert_array_equal(new[name], pushes[slots[0]][name])
+
+
+def test_a_trimmed_mean_is_clipped_averaged_and_counted_as_any_gradient_is():
+    """The median of three of which two are equal is one of these: the same bits as if it had come alone."""
+    results = []
+    for trimmed in (False, True):
+        config = {"optimizer": Adam(), "clip_norm": 0.5, "ema_decay": 0.75}
+        store = started(MIXED, random_arrays(MIXED, 0), **config)
+        for step in range(3):
+            for slot, seed in enumerate((7, 8 + step, 8 + step)):
+                push(store, slot, random_arrays(MIXED, seed))
+            version = store.apply_trimmed([0, 1, 2], 1, 0.1) if trimmed else store.apply([1], [1.0], None, 0.1)
+        assert (version.step, store.updates) == (3, 3)
+        new = by_name(MIXED, version)
+        exported = store.export()
+        results.append(b"".join(array[name].tobytes() for array in (new, exported) for name in TRAINABLE))
+    assert results[0] == results[1]
+
+
 # ---- what arrives --------------------------------------------------------------------------------------
 
 
@@ -517,6 +661,7 @@ def test_a_store_without_values_says_so():
         StoreConfig(SGD(), 1),
         StoreConfig(SGD(0.5), 3),
         StoreConfig(Adam(), 5, ema_decay=0.9),
+        StoreConfig(SGD(), 2, references=3),
     ],
     ids=repr,
 )
@@ -580,6 +725,7 @@ def test_a_round_whose_parts_do_not_match_is_our_own_mistake(slots, weights, fac
     [
         ({"slots": 0}, "slot"),
         ({"threads": 0}, "thread"),
+        ({"references": -1}, "references"),
         ({"clip_norm": 0.0}, "clip"),
         ({"clip_norm": math.nan}, "clip"),
         ({"ema_decay": 1.0}, "EMA"),

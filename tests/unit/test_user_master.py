@@ -1,4 +1,4 @@
-"""A user's own master: what is refused and how it is said, what it gets, what it learns, what outlasts a restart."""
+"""A user's own master: what is refused and how it is said, what it gets and learns, what outlasts a restart."""
 
 import random
 import subprocess
@@ -112,13 +112,13 @@ WRONG = {
     "returned weights of shape [4, 1] instead of [4]": "return tf.ones_like(features[:, :1]) / 4.0",
     "returned weights of shape [] instead of [4]": "return tf.constant(1.0)",
     "returned a weight of -0.5": "return tf.constant([-0.5, 0.5, 0.5, 0.5])",
-    "returned a weight of nan": "return features[:, 0] / tf.reduce_sum(features[:, 0])",
+    "returned a weight of nan": "return features[:, -1] / tf.reduce_sum(features[:, -1])",
     "returned weights with sum 4 instead of 1": "return tf.ones([num_workers])",
     "it must return a tensor: weights [4]": "return [0.25] * 4",
     "returned something of type ndarray": "import numpy; return numpy.ones(4) / 4",
     "returned nothing": "pass",
     "returned weights of dtype int32": "return tf.constant([1, 0, 0, 0])",
-    "not part of the graph": "\n    with tf.Graph().as_default():\n        return tf.constant([1.0, 0.0, 0.0, 0.0])",
+    "not part of the graph": "\n    with tf.Graph().as_default():\n        return tf.constant([1.0])",
     "returned other weights when it was asked again": "return tf.nn.softmax(tf.random.normal([num_workers]))",
     "failed with KeyError at line 4: 'no such'": "return {}['no such']",
     "failed with SystemExit at line 4: 3": "raise SystemExit(3)",
@@ -149,14 +149,16 @@ def test_a_function_that_returns_no_weights_is_refused_by_name(user, complaint):
     ],
 )
 def test_a_file_without_the_function_is_refused(user, source, name, complaint):
-    with pytest.raises(ConfigurationError, match=r"^--master .*mine\.py:master cannot be used, because") as error:
+    with pytest.raises(
+        ConfigurationError, match=r"^--master .*mine\.py:master cannot be used, because"
+    ) as error:
         user(source, name)
     assert complaint in str(error.value)
 
 
 @pytest.mark.parametrize("spec", ["mine.py", ":master", "mine.py:", "mine.py:not a name"])
 def test_a_spec_that_names_no_function_is_refused(spec):
-    with pytest.raises(ConfigurationError, match="write file.py:function"):
+    with pytest.raises(ConfigurationError, match=r"write file\.py:function"):
         load_user_master(spec)
 
 
@@ -332,7 +334,7 @@ def test_what_was_learned_of_a_name_follows_it_to_another_rank(user, made):
         master.decide(view)
         master.learn()
     taught = []
-    master.graph.train = lambda features, target, present: taught.append((target, present, features))
+    master.graph.train = lambda features, target, present, rate: taught.append((target, present, features))
     master.decide(replace(view, names=("w3", "w1", "new", "w0")))
     master.learn()
     target, present, features = taught[-1]  # a round of before: w0, w1, w3 are known, w2 has left
@@ -402,7 +404,7 @@ def test_equal_seeds_give_equal_bits_and_other_seeds_other_ones(user, made):
     for seed in (SEED, SEED, SEED + 1):
         master = made(function, seed=seed)
         weights = []
-        for view in rounds(20):
+        for view in rounds(10):
             weights.append(master.decide(view).weights)
             master.learn()
         runs.append(np.array(weights))
@@ -435,12 +437,12 @@ def test_keras_layers_work_and_start_alike(user, made):
 def test_a_restored_master_goes_on_to_the_bit(user, made):
     function = user(LEARNER)
     whole, first, second = made(function), made(function), made(function)
-    views = list(rounds(24))
-    for view in views[:12]:
+    views = list(rounds(12))
+    for view in views[:6]:
         for master in (whole, first):
             master.decide(view)
     second.restore(first.state())
-    for view in views[12:]:
+    for view in views[6:]:
         assert second.decide(view).weights.tolist() == whole.decide(view).weights.tolist()
         whole.learn()  # when it learns makes no difference
     for name, value in whole.graph.state().items():
@@ -454,7 +456,9 @@ def test_a_checkpoint_of_another_function_is_refused_by_name(user, made):
     path = Path(old._who.removeprefix("--master ").rpartition(":")[0])
     (path.parent / "new.py").write_text(HEAD + LEARNER.replace("6", "7"))
     new = made(load_user_master(f"{path.parent / 'new.py'}:master"))
-    with pytest.raises(CheckpointError, match=r"variable kernel is of shape \[9, 6\].*\[9, 7\] in the function"):
+    with pytest.raises(
+        CheckpointError, match=r"variable kernel is of shape \[9, 6\].*\[9, 7\] in the function"
+    ):
         new.restore(state)
 
 

@@ -226,7 +226,6 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     [
         (["--role", "evaluator", "--rank", "1"], ["--role evaluator", "--rank"]),
         (["--role", "validator", "--rank", "1"], ["--role validator", "--rank"]),
-        (["--evaluate-every", "5"], ["--evaluate-every", "--role"]),
         (["--role", "validator", "--evaluate-every", "5"], ["--evaluate-every", "--role validator"]),
         (["--fault", "gremlins"], ["'gremlins'", *FAULTS]),
         (["--fault", "zero:1"], ["--fault zero:1", "no number"]),

@@ -1,0 +1,88 @@
+"""What is said and kept of closed rounds: figures, trust, a line each in `rounds.jsonl`. Nobody waits for it."""
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ps.aggregation import RoundView
+from ps.closing import Closed, line_of
+from ps.coordinator import Coordinator
+from ps.instructions import CloseRound, SkipRound
+from ps.metrics import Metrics
+from ps.outcome import RoundLog
+from ps.trust import TrustLog
+
+logger = logging.getLogger("weighmaster.ps")
+
+SUMMARY_POINTS = 50
+"""Points of each worker's history of weights in the summary; `rounds.jsonl` has every round."""
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A rule that can say why a worker counts what it counts."""
+
+    def reasons(self, view: RoundView, name: str) -> str:
+        """Return a few words on a worker of this round."""
+
+
+class Record:
+    """The memory of a run's rounds.
+
+    Attributes:
+        metrics: figures for the progress line and the summary.
+        trust: who counts how much, and since when.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.metrics = Metrics()
+        self.trust = TrustLog()
+        self._log = RoundLog(run_dir / "rounds.jsonl")
+        self._fell_back = False
+
+    def add(self, closing: CloseRound | SkipRound, closed: Closed, rule: object, now: float) -> None:
+        """Take note of a closed round, and say what is worth saying of it."""
+        self.metrics.round_closed(closing.contributions, closed.weights, now)
+        self._log.write(line_of(closing.step, closing.contributions, closed))
+        if closed.view is None or closed.decision is None:
+            return
+        view, decision = closed.view, closed.decision
+
+        def reason(name: str) -> str:
+            return rule.reasons(view, name) if isinstance(rule, Explains) else "so the rule decided"
+
+        for sentence in self.trust.observe(closing.step, view.names, decision.weights.tolist(), reason):
+            logger.warning("%s", sentence)
+        if decision.fallback and not self._fell_back:
+            self._fell_back = True
+            logger.warning("round %d: %s; this is said once", closing.step, decision.fallback)
+
+    def summary(self, coordinator: Coordinator, status: str, seconds: float) -> dict[str, Any]:
+        """Return what became of the run, ready for JSON."""
+        summary = self.metrics.summary(coordinator, status, seconds)
+        summary["predicted_rounds"] = coordinator.predicted_rounds
+        for worker in summary["workers"]:
+            worker |= self._trust_of(worker["name"])
+        summary["validators"] = [
+            {"name": judge.name, "pushes": coordinator.pushes.get(number, 0)}
+            for number, judge in sorted(coordinator.registry.validators.items())
+        ]
+        return summary
+
+    def _trust_of(self, name: str) -> dict[str, Any]:
+        points = self.trust.history().get(name, [])
+        stride = -(-len(points) // SUMMARY_POINTS) or 1
+        thinned = [points[at : at + stride] for at in range(0, len(points), stride)]
+        return {
+            "muted": name in self.trust.muted,
+            "muted_rounds": self.trust.muted_rounds().get(name, 0),
+            "weight_history": [[part[0][0], round(sum(w for _, w in part) / len(part), 4)] for part in thinned],
+        }
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        self._log.flush()
+
+    def close(self) -> None:
+        """Close the log of rounds."""
+        self._log.close()

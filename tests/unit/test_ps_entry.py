@@ -1,0 +1,93 @@
+"""How the server's process begins: what it calls itself, and that a signal which comes early is one sentence."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ps.__main__
+from ps import command_line
+from ps.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WHILE_IMPORTING = """
+import importlib.abc, os, signal, sys
+from ps.__main__ import main
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), SIGNAL)
+            try:
+                for _ in range(1000):  # the handler runs between two of these
+                    pass
+            except Exception:  # as libraries do round an import that is optional
+                pass
+
+assert MODULE not in sys.modules
+sys.meta_path.insert(0, Interrupts())
+sys.exit(main(["--workers", "1", "--steps", "1", "--port", "0", "--run-dir", RUN_DIR]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("module", ["ps.command_line", "numpy", "ps.server"])
+def test_a_signal_while_modules_are_imported_is_one_sentence(tmp_path: Path, number: int, module: str) -> None:
+    """No traceback, and nothing that is being imported can swallow it."""
+    names = {"MODULE": module, "SIGNAL": int(number), "RUN_DIR": str(tmp_path / "run")}
+    program = "".join(f"{name} = {value!r}\n" for name, value in names.items()) + WHILE_IMPORTING
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.stderr == f"weighmaster-ps: interrupted by {signal.Signals(number).name}\n"
+    assert (ended.returncode, ended.stdout) == (128 + number, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_next_to_nothing_is_imported_before_signals_are_dealt_with() -> None:
+    program = "import sys, ps.__main__; print(*(name for name in sys.modules if '.' not in name))"
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert not {"numpy", "numba", "msgpack", "click", "cloup", "tqdm"} & set(shown.stdout.split())
+
+
+def test_both_modules_give_the_program_one_name() -> None:
+    assert ps.__main__.PROGRAM == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("script", "path", "words"),
+    [
+        ("", "/somewhere/ps/__main__.py", "python -m ps"),
+        ("", "/somewhere/bin/weighmaster-ps", "weighmaster-ps"),
+        ("scripts/launch_ps.sh", "/somewhere/ps/__main__.py", "scripts/launch_ps.sh"),
+    ],
+    ids=["module", "command", "script"],
+)
+def test_advice_names_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, path: str, words: str
+) -> None:
+    """The command `weighmaster-ps` is not on the path of whoever works in a checkout."""
+    monkeypatch.setenv(STARTED_AS, script)
+    monkeypatch.setattr(command_line.sys, "argv", [path])
+    assert invocation() == words
+    for arguments, advice in (
+        (["--nonsense"], f"See `{words} --help`."),
+        (["token", "--nonsense"], f"See `{words} token --help`."),
+    ):
+        assert execute(build_command(lambda _: 0, lambda _: 0), arguments) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("weighmaster-ps: ")
+        assert error.endswith(advice)
+    assert execute(build_command(lambda _: 0, lambda _: 0), ["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {words} [OPTIONS]")
+
+
+def test_the_scripts_tell_what_was_typed() -> None:
+    """What the environment is to say is spelled alike on both sides."""
+    for name in ("launch_ps.sh", "launch_worker.sh", "train.sh"):
+        assert f"export {STARTED_AS}=" in (ROOT / "scripts" / name).read_text()
