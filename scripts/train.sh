@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on this machine: one parameter server, N workers and an evaluator, as processes of their own.
+# Trains on this machine: a parameter server, N workers, a validator and an evaluator, as processes of their own.
 # Needs Python 3.11 or newer; makes .venv in the checkout when there is none.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,21 +8,26 @@ usage() {
     cat <<'TEXT'
 Usage: scripts/train.sh [OPTIONS]
 
-Trains on this machine: one parameter server, N workers and an evaluator, each a process of its own, on
-127.0.0.1. Defaults are in brackets; time-outs are seconds.
+Trains on this machine: one parameter server, N workers, a validator and an evaluator, each a process of its
+own, on 127.0.0.1. The validator computes gradients on trusted examples, by which the server learns how much
+each worker's gradient is worth. Defaults are in brackets; time-outs are seconds.
 
 Options of this script:
   --workers N                   workers, 1 to 9999                         [3]
   --steps N                     rounds                                     [300]
+  --aggregation RULE            how one gradient is made of all; there is a validator if RULE is cosine_trust,
+                                evidence or master                         [master]
+  --fault NAME                  let the last worker misbehave on purpose, to see what the rule does: sign_flip,
+                                random_labels, scale, ... (scripts/launch_worker.sh --help)
   --run-dir DIR                 logs, tokens, summary and final values     [runs/<date>-<time>]
   -h, --help                    this text
 
-Passed to the workers and the evaluator (scripts/launch_worker.sh --help explains them):
+Passed to workers, validator and evaluator (scripts/launch_worker.sh --help explains them):
   --model NAME|FILE.py:FUNC     mlp, cifar10_cnn, or yours                 [mlp]
   --dataset NAME|npz:FILE|FILE.py:FUNC
                                 digits, mnist, fashion_mnist, cifar10, arrays, or yours  [digits]
   --data-dir DIR                where the data set's files are             [the data set's own]
-  --batch-size N                examples of one gradient                   [32]
+  --batch-size N                examples of one worker's gradient          [32]
   --trusted-examples N          training examples kept out of every shard  [100]
   --connect-timeout SECONDS     wait for the server at the start           [60]
   --reconnect-timeout SECONDS   wait for a lost server's return            [120]
@@ -47,9 +52,12 @@ TEXT
 
 workers=3
 steps=300
+aggregation=master
+fault=""
 run_dir=""
 model=mlp
 dataset=digits
+client_options=()
 worker_options=()
 evaluator_options=()
 ps_options=()
@@ -63,7 +71,7 @@ while [ $# -gt 0 ]; do
             exit 0
             ;;
         --legacy-keras)
-            worker_options+=("$option")
+            client_options+=("$option")
             continue
             ;;
         --host | --host=* | --port | --port=* | --port-file | --port-file=* | --token-file | --token-file=* | \
@@ -72,13 +80,13 @@ while [ $# -gt 0 ]; do
             fail "${option%%=*} is what this script sets by itself; start the processes one by one with \
 scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
             ;;
-        --workers | --steps | --run-dir | --model | --dataset | --data-dir | --batch-size | \
+        --workers | --steps | --aggregation | --fault | --run-dir | --model | --dataset | --data-dir | --batch-size | \
             --trusted-examples | --evaluate-every | --connect-timeout | --reconnect-timeout)
             [ $# -gt 0 ] || fail "$option needs a value"
             value="$1"
             shift
             ;;
-        --workers=* | --steps=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
+        --workers=* | --steps=* | --aggregation=* | --fault=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
             --trusted-examples=* | --evaluate-every=* | --connect-timeout=* | --reconnect-timeout=*)
             value="${option#*=}"
             option="${option%%=*}"
@@ -91,17 +99,27 @@ scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
     case "$option" in
         --workers) workers="$value" ;;
         --steps) steps="$value" ;;
+        --aggregation) aggregation="$value" ;;
+        --fault) fault="$value" ;;
         --run-dir) run_dir="$value" ;;
         --evaluate-every) evaluator_options+=("$option" "$value") ;;
         --model) model="$value" ;;
         --dataset) dataset="$value" ;;
-        *) worker_options+=("$option" "$value") ;;
+        --batch-size) worker_options+=("$option" "$value") ;;
+        *) client_options+=("$option" "$value") ;;
     esac
 done
 if ! [[ "$workers" =~ ^[1-9][0-9]{0,3}$ ]]; then
     fail "--workers must be a number from 1, not '$workers'"
 fi
-worker_options+=(--model "$model" --dataset "$dataset" --threads 1)
+client_options+=(--model "$model" --dataset "$dataset" --threads 1)
+validator=""
+case "$aggregation" in
+    cosine_trust | evidence | master)
+        validator=yes
+        ps_options=(--validators 1 ${ps_options[@]+"${ps_options[@]}"})
+        ;;
+esac
 if ((BASH_VERSINFO[0] < 4)); then fail "bash 4 or newer is needed, and this is $BASH_VERSION"; fi
 # What may be set for a worker of another run must not reach these.
 unset TF_CONFIG WEIGHMASTER_RANK WEIGHMASTER_INSECURE WEIGHMASTER_DRY_RUN
@@ -216,6 +234,7 @@ token() {
 }
 
 for ((rank = 0; rank < workers; rank++)); do token "worker-$rank" --role worker --rank "$rank"; done
+if [ -n "$validator" ]; then token validator --role validator; fi
 token evaluator --role evaluator
 
 # ---- the processes start ----------------------------------------------------------------------------------
@@ -226,7 +245,7 @@ count() { if [ "$1" = 1 ]; then echo "1 $2"; else echo "$1 $2s"; fi; }
 scripts="$(dirname "$0")"
 export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
 start "the parameter server" "" "$PYTHON" -m ps --host 127.0.0.1 --port 0 --port-file "$run_dir/port" \
-    --workers "$workers" --evaluators 1 --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
+    --workers "$workers" --aggregation "$aggregation" --evaluators 1 --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
     --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" ${ps_options[@]+"${ps_options[@]}"}
 ps_pid=$!
 
@@ -239,14 +258,21 @@ done
 if began && alive "$ps_pid"; then
     address="127.0.0.1:$(cat "$run_dir/port")"
     say "Training $model on $dataset: $(count "$workers" worker), $(count "$steps" step). Logs and results: $run_dir"
-    say "The workers and the evaluator load TensorFlow first, which takes some seconds."
+    if [ -n "$fault" ]; then say "worker-$((workers - 1)) misbehaves on purpose: $fault."; fi
+    say "All of them load TensorFlow first, which takes some seconds."
     export WEIGHMASTER_STARTED_AS="$scripts/launch_worker.sh"
     for ((rank = 0; rank < workers; rank++)); do
+        own=("${client_options[@]}" ${worker_options[@]+"${worker_options[@]}"})
+        if [ -n "$fault" ] && [ "$rank" = $((workers - 1)) ]; then own+=(--fault "$fault"); fi
         start "worker-$rank" "$run_dir/worker-$rank.log" "$PYTHON" -m worker --ps "$address" --role worker \
-            --rank "$rank" --name "worker-$rank" --token-file "$run_dir/worker-$rank.token" "${worker_options[@]}"
+            --rank "$rank" --name "worker-$rank" --token-file "$run_dir/worker-$rank.token" "${own[@]}"
     done
+    if [ -n "$validator" ]; then
+        start validator "$run_dir/validator.log" "$PYTHON" -m worker --ps "$address" --role validator \
+            --name validator --token-file "$run_dir/validator.token" "${client_options[@]}"
+    fi
     start evaluator "$run_dir/evaluator.log" "$PYTHON" -m worker --ps "$address" --role evaluator \
-        --name evaluator --token-file "$run_dir/evaluator.token" "${worker_options[@]}" \
+        --name evaluator --token-file "$run_dir/evaluator.token" "${client_options[@]}" \
         ${evaluator_options[@]+"${evaluator_options[@]}"}
 fi
 
@@ -313,14 +339,22 @@ if summary.get("final_loss") is not None:
 if summary.get("test_accuracy") is not None:
     parts.append(f"test accuracy {summary['test_accuracy']:.3f} (at step {summary['test_accuracy_step']})")
 print(f"\nTrained: {', '.join(parts)}.")
+workers = summary["workers"]
+if len({worker["weight"] for worker in workers}) > 1:
+    print("What each worker's gradient counted, lately:")
+    for worker in workers:
+        muted = f"   muted in {worker['muted_rounds']} rounds" if worker["muted_rounds"] else ""
+        print(f"  {worker['name']:12} {worker['weight']:6.3f} {'#' * round(40 * worker['weight']):40}{muted}".rstrip())
 PYTHON
 cat <<TEXT
 
 Where to look:
   $run_dir/model.safetensors   the final values, by name
   $run_dir/summary.json        what became of the run, worker by worker
+  $run_dir/rounds.jsonl        each round: who took part, and what each counted
   $run_dir/*.log               what each worker said
 What to try next:
+  scripts/train.sh --fault sign_flip   and see how the last worker is found out (docs/MASTER.md says how)
   scripts/train.sh --workers 4 --model cifar10_cnn --dataset cifar10 --data-dir DIR
   scripts/train.sh --optimizer sgd --learning-rate 0.1 --momentum 0.9
   scripts/launch_ps.sh --help and scripts/launch_worker.sh --help, for more than one machine

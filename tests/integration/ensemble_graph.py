@@ -65,6 +65,7 @@ class EnsembleGraph:
             correct = tf.cast(tf.stack(right, 1), dtype)
             master_loss = tf.reduce_mean(tf.square(weights - correct))
             optimizer = self._adam(learning_rate)
+            optimizers = {"": optimizer}
             pairs = optimizer.compute_gradients(master_loss, [self.variables[name] for name in MASTER])
             apart: list[tuple[Any, list[Any]]] = []
             for i, prefix in enumerate(prefixes):
@@ -84,13 +85,15 @@ class EnsembleGraph:
                     ((gradient, _),) = optimizer.compute_gradients(tf.reduce_mean(by_example), [variable])
                     total += gradient * scale
                 pairs.append((total, variable))
+            # Made out here: what an optimizer starts from must not wait for the batch.
+            optimizers |= {prefixes[i]: self._adam(rate) for i, (rate, _) in enumerate(apart)}
             everything = [gradient for gradient, _ in pairs + [pair for _, own in apart for pair in own]]
             with tf.control_dependencies([*everything, mean_weights]):
                 pairs = [(tf.identity(gradient), variable) for gradient, variable in pairs]
                 updates = [optimizer.apply_gradients(pairs)]
-                for rate, own in apart:
+                for i, (_, own) in enumerate(apart):
                     own = [(tf.identity(gradient), variable) for gradient, variable in own]
-                    updates.append(self._adam(tf.identity(rate)).apply_gradients(own))
+                    updates.append(optimizers[prefixes[i]].apply_gradients(own))
             self._step = {
                 "weights": weights,
                 "mean_weights": mean_weights,
@@ -102,6 +105,11 @@ class EnsembleGraph:
             self._values = {
                 name: tf1.placeholder(dtype, variable.shape) for name, variable in self.variables.items()
             }
+            self._moments: dict[str, tuple[Any, Any]] = {}
+            for name, variable in self.variables.items():
+                own = optimizers.get(name.partition("/")[0] + "/", optimizer)
+                self._moments[name] = (own.get_slot(variable, "m"), own.get_slot(variable, "v"))
+            self._powers = [own._get_beta_accumulators() for own in optimizers.values()]
             self._assign = [variable.assign(self._values[name]) for name, variable in self.variables.items()]
             self._start = tf1.global_variables_initializer()
         config = tf1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
@@ -138,6 +146,15 @@ class EnsembleGraph:
         """Set values by name; the others, and Adam's moments, stay."""
         full = self.values() | values
         self._session.run(self._assign, {self._values[name]: full[name] for name in self.variables})
+
+    def load_optimizer(self, moments: dict[str, tuple[np.ndarray, np.ndarray]], updates: int) -> None:
+        """Set Adam's moments of all variables by name, and the number of updates behind them."""
+        pairs = [pair for name, places in self._moments.items() for pair in zip(places, moments[name], strict=True)]
+        betas = [np.asarray(beta ** (updates + 1)) for beta in (0.9, 0.999)]
+        pairs += [pair for powers in self._powers for pair in zip(powers, betas, strict=True)]
+        for variable, value in pairs:
+            start = variable.initializer
+            self._session.run(start, {start.inputs[1]: value.astype(self._dtype)})
 
     def values(self) -> dict[str, np.ndarray]:
         """Return all values by name, the master's too."""

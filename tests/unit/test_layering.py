@@ -16,7 +16,9 @@ FORBIDDEN_PACKAGES = {"protocol": {"ps", "worker"}, "ps": {"worker"}, "worker": 
 OUTSIDE_OF_PROTOCOL = {"numpy", "msgpack"}
 
 TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
-MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "feeding", "proof", "models")}
+MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "feeding", "proof", "models")} | {
+    "ps/user_network.py"  # imported only for a master of the user's own
+}
 
 SOCKETS = {"socket", "ssl", "socketserver", "select", "selectors", "asyncio"}
 MAY_IMPORT_SOCKETS = {"protocol/transport.py"}

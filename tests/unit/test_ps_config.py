@@ -138,6 +138,10 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(f"WEIGHMASTER_{name.upper()}")
     monkeypatch.setenv("WEIGHMASTER_FAULTY_WORKERS", "1")
     assert parse([*NEEDED, *RUN_DIR, "--aggregation", "trimmed_mean"]).faulty_workers == 1
+    monkeypatch.delenv("WEIGHMASTER_FAULTY_WORKERS")
+    for name, value in ensemble.items():
+        monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
+    assert parse([*NEEDED, *RUN_DIR]) == ServerConfig(workers=3, steps=10, run_dir=Path("here"), **ensemble)
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks import numpy_mlp
 from benchmarks.processes import BenchmarkError
@@ -22,10 +24,10 @@ from benchmarks.robustness_cells import (
     tensorflow_pairs,
 )
 from benchmarks.robustness_claims import check_claims
-from benchmarks.robustness_data import holders, shard_of, trusted_examples
+from benchmarks.robustness_data import holders, save, shard_of, trusted_examples
 from benchmarks.robustness_lane import jobs, server_command
 from benchmarks.robustness_report import columns_of, markdown, table
-from benchmarks.robustness_results import Muting, Outcome, ResultFile, line_of, muting_of, parse
+from benchmarks.robustness_results import Muting, Outcome, ResultFile, Results, line_of, muting_of, parse
 from benchmarks.robustness_tables import averages, decimal, differences, gaps, mutings, setup_of, standard
 from benchmarks.robustness_tensorflow import measured, worker_commands
 from benchmarks.robustness_worker import VALIDATOR, Computer, Job
@@ -116,7 +118,7 @@ def test_a_tensorflow_cell_has_the_numpy_cell_beside_it() -> None:
 # ---- data ----------------------------------------------------------------------------------------------
 
 
-def labels_of(count: int) -> np.ndarray:
+def labels_of(count: int) -> NDArray[np.int32]:
     return np.random.default_rng(5).integers(0, 10, count).astype(np.int32)
 
 
@@ -178,10 +180,11 @@ def test_accuracy_counts_over_all_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(numpy_mlp, "EVALUATION_CHUNK", 7)
     values = numpy_mlp.initial_values(4, 1)
     features = np.random.default_rng(1).integers(0, 256, (20, 2, 2)).astype(np.uint8)
-    labels = np.zeros(20, np.int32)
-    whole = numpy_mlp.compute(values, numpy_mlp.as_inputs(features), labels).accuracy
-    assert 0 < whole < 1
-    assert numpy_mlp.accuracy(values, features, labels) == whole
+    hidden = np.maximum(numpy_mlp.as_inputs(features) @ values["hidden/kernel"], 0)
+    labels = (hidden @ values["logits/kernel"]).argmax(axis=1).astype(np.int32)
+    labels[[0, 8, 19]] += 1  # one wrong answer in each chunk
+    assert numpy_mlp.accuracy(values, features, labels) == 17 / 20
+    assert numpy_mlp.compute(values, numpy_mlp.as_inputs(features), labels % 10).accuracy == 17 / 20
 
 
 def test_bytes_become_the_unit_interval_and_floats_stay() -> None:
@@ -192,7 +195,7 @@ def test_bytes_become_the_unit_interval_and_floats_stay() -> None:
 # ---- jobs ----------------------------------------------------------------------------------------------
 
 
-def test_jobs_of_a_cell_give_faults_to_the_bad_and_the_measuring_to_rank_0(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_jobs_of_a_cell_give_faults_to_the_bad_and_the_measuring_to_rank_0(tmp_path: Path) -> None:
     given = jobs(CELL, 5014, tmp_path)
     assert [job.role for job in given] == ["worker"] * 5 + [VALIDATOR]
     assert [job.rank for job in given[:5]] == [job.shard for job in given[:5]] == list(range(5))
@@ -202,7 +205,7 @@ def test_jobs_of_a_cell_give_faults_to_the_bad_and_the_measuring_to_rank_0(tmp_p
     assert all(Job(**json.loads(json.dumps(job.__dict__))).shard == job.shard for job in given)
 
 
-def test_in_the_clean_run_the_good_keep_their_shards_and_the_server_counts_them_only(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_in_the_clean_run_the_good_keep_their_shards_and_the_server_counts_them_only(tmp_path: Path) -> None:
     clean = CELL.clean
     given = jobs(clean, 5014, tmp_path)
     assert [job.shard for job in given] == [rank for rank in range(5) if rank not in CELL.bad_ranks]
@@ -213,16 +216,14 @@ def test_in_the_clean_run_the_good_keep_their_shards_and_the_server_counts_them_
     assert not any("validator" in part for part in command)
 
 
-def test_the_server_is_told_rule_validation_and_what_to_assume(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_server_is_told_rule_validation_and_what_to_assume(tmp_path: Path) -> None:
     command = server_command(CELL, tmp_path)
     assert {"--aggregation=master", "--validator-every=10", "--steps=400", "--seed=11"} <= set(command)
     assert "--faulty-workers=2" in server_command(replace(CELL, rule="trimmed_mean"), tmp_path)
 
 
 @pytest.fixture
-def saved(tmp_path):  # type: ignore[no-untyped-def]
-    from benchmarks.robustness_data import save
-
+def saved(tmp_path: Path) -> Path:
     generator = np.random.default_rng(9)
     features = generator.random((400, 2, 2)).astype(np.float32)
     labels = labels_of(400)
@@ -230,7 +231,7 @@ def saved(tmp_path):  # type: ignore[no-untyped-def]
     return tmp_path / "tiny"
 
 
-def test_a_bad_worker_pushes_what_its_fault_makes_of_its_honest_gradient(saved) -> None:  # type: ignore[no-untyped-def]
+def test_a_bad_worker_pushes_what_its_fault_makes_of_its_honest_gradient(saved: Path) -> None:
     cell = Cell("digits", "mean", "scale:-7", 5, NEVER, True, 11)
     values = numpy_mlp.initial_values(4, 11)
     for job in jobs(cell, 1, saved):
@@ -241,7 +242,7 @@ def test_a_bad_worker_pushes_what_its_fault_makes_of_its_honest_gradient(saved) 
             assert np.array_equal(wrong, -7 * right) and right.any()
 
 
-def test_the_clean_run_trains_on_the_same_batches_as_the_good_workers_of_a_cell(saved) -> None:  # type: ignore[no-untyped-def]
+def test_the_clean_run_trains_on_the_same_batches_as_the_good_workers_of_a_cell(saved: Path) -> None:
     values = numpy_mlp.initial_values(4, 11)
     in_cell = {job.shard: Computer(job).push_of(7, values) for job in jobs(CELL, 1, saved)[:5]}
     for job in jobs(CELL.clean, 1, saved):
@@ -250,7 +251,7 @@ def test_the_clean_run_trains_on_the_same_batches_as_the_good_workers_of_a_cell(
             assert np.array_equal(one, other)
 
 
-def test_a_validator_takes_all_trusted_examples_at_every_step(saved) -> None:  # type: ignore[no-untyped-def]
+def test_a_validator_takes_all_trusted_examples_at_every_step(saved: Path) -> None:
     values = numpy_mlp.initial_values(4, 11)
     computer = Computer(jobs(CELL, 1, saved)[-1])
     features, labels = trusted_examples(computer.dataset, 100, 11)
@@ -261,7 +262,7 @@ def test_a_validator_takes_all_trusted_examples_at_every_step(saved) -> None:  #
         assert np.array_equal(pushed.gradients[0], expected.gradients["hidden/kernel"])
 
 
-def test_tensorflow_workers_get_the_faults_and_what_they_cannot_do_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_tensorflow_workers_get_the_faults_and_what_they_cannot_do_is_refused(tmp_path: Path) -> None:
     commands = worker_commands(CELL, 5014, None)
     assert set(commands) == {*(f"worker{rank}" for rank in range(5)), "validator", "evaluator"}
     faulty = {who for who, command in commands.items() if "--fault" in command}
@@ -308,7 +309,7 @@ def test_results_come_back_as_they_were_written() -> None:
     assert parse("".join(line_of(cell, o) for cell, o in results.items())) == results
 
 
-def test_half_a_line_at_the_end_is_dropped_and_the_file_goes_on_whole(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_half_a_line_at_the_end_is_dropped_and_the_file_goes_on_whole(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     whole = line_of(CELL, outcome(0.9))
     path.write_text(whole + line_of(CELL.clean, outcome(0.95))[:-20])
@@ -350,7 +351,7 @@ def test_claims_are_about_the_standard_situation_only() -> None:
     assert set(standard(dict.fromkeys((CELL, *odd), outcome(0.9)))) == {CELL}
 
 
-def verdict(results, start: str):  # type: ignore[no-untyped-def]
+def verdict(results: Results, start: str) -> bool | None:
     return next(claim.met for claim in check_claims(results) if claim.what.startswith(start))
 
 
@@ -392,8 +393,8 @@ def test_a_table_without_rows_is_left_out() -> None:
 
 
 def test_columns_keep_the_order_of_rules_and_leave_out_runs_without_validator() -> None:
-    cells = [CELL, replace(CELL, validator_every=1), replace(CELL, validator_every=NEVER), replace(CELL, rule="mean",
-             validator_every=NEVER)]  # fmt: skip
+    cells = [replace(CELL, validator_every=k) for k in (10, 1, NEVER)]
+    cells.append(replace(CELL, rule="mean", validator_every=NEVER))
     assert columns_of(cells) == [("mean", 0), ("master", 1), ("master", 10)]
 
 
