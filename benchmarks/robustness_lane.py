@@ -249,6 +249,7 @@ def outcome_of(cell: Cell, results: list[dict[str, Any]], directory: Path, secon
         accuracy = measured[max(measured)]
     return Outcome(
         accuracy=accuracy,
+        final_accuracy=measured[max(measured)],
         done=first["done"],
         seconds=seconds,
         refused=sum(result["refused"] for result in results[: len(ranks(cell))]),

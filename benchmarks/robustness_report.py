@@ -214,14 +214,18 @@ def _others(results: Results) -> str:
 
 
 def _tensorflow(results: Results) -> str:
-    known, points = averages(results), framework_differences(results)
-    rows = [
-        [
-            name_of(setup),
-            f"{words(setup.rule)} K={setup.validator_every}" if setup.validator_every else words(setup.rule),
-            _percent(known[setup]),
-            decimal(difference, sign=True),
-        ]
-        for setup, difference in points.items()
-    ]
-    return table(["cell", "rule", "accuracy with TensorFlow", "minus NumPy"], rows)
+    rows = []
+    for cell, points in framework_differences(results).items():
+        rule = f"{words(cell.rule)} K={cell.validator_every}" if cell.validator_every else words(cell.rule)
+        final = 100 * results[cell].final_accuracy
+        rows.append(
+            [
+                name_of(cell),
+                rule,
+                str(cell.seed),
+                decimal(final - points),
+                decimal(final),
+                decimal(points, sign=True),
+            ]
+        )
+    return table(["cell", "rule", "seed", "final accuracy, NumPy", "TensorFlow", "difference"], rows)

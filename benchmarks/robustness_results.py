@@ -34,6 +34,7 @@ class Outcome:
 
     Attributes:
         accuracy: on the test data, mean over the last five of every tenth step; of a run that diverged, at its end.
+        final_accuracy: at the last values alone.
         done: False when it diverged.
         seconds: for the whole run, with the start of its server.
         refused: pushes of workers that the server did not count.
@@ -42,6 +43,7 @@ class Outcome:
     """
 
     accuracy: float
+    final_accuracy: float
     done: bool
     seconds: float
     refused: int = 0

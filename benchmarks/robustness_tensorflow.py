@@ -49,10 +49,10 @@ def worker_commands(cell: Cell, port: int, data_dir: Path | None) -> dict[str, l
     return commands
 
 
-def measured(printed: str, cell: Cell) -> float:
-    """Return the mean of what an evaluator measured at and after the first of the last five evaluated steps.
+def measured(printed: str, cell: Cell) -> tuple[float, float]:
+    """Return what an evaluator measured: the mean from the first of the last five evaluated steps on, and the last.
 
-    It measures while training goes on, so it may miss some of them.
+    It measures while training goes on, so it may miss some steps, but never the last.
 
     Raises:
         BenchmarkError: it did not measure the final values.
@@ -62,7 +62,7 @@ def measured(printed: str, cell: Cell) -> float:
         raise BenchmarkError("the evaluator did not measure the final values")
     first = cell.training.evaluated_steps()[0]
     last = [share for step, share in accuracies.items() if step >= first]
-    return sum(last) / len(last)
+    return sum(last) / len(last), accuracies[cell.training.steps]
 
 
 class TensorFlowLane(Lane):
@@ -84,5 +84,5 @@ class TensorFlowLane(Lane):
             if code:
                 said = served.said() if who == "server" else (directory / who).read_text(errors="replace")[-2000:]
                 raise BenchmarkError(f"{who} ended with {code}:\n{said}")
-        accuracy = measured((directory / "evaluator").read_text(), cell)
-        return Outcome(accuracy=accuracy, done=True, seconds=time.monotonic() - start)
+        accuracy, final = measured((directory / "evaluator").read_text(), cell)
+        return Outcome(accuracy=accuracy, final_accuracy=final, done=True, seconds=time.monotonic() - start)

@@ -27,7 +27,7 @@ def check_token(token: str, where: str) -> bytes:
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigurationError(
             f"the token in {where} has {len(token)} characters; at least {MIN_TOKEN_CHARACTERS} are needed: "
-            "make one with `weighmaster-ps token`"
+            "make one with the server's sub-command `token`"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigurationError(f"the token in {where} must be printable ASCII without blanks")

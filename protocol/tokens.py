@@ -80,7 +80,9 @@ def parse_grants(lines: Iterable[str], where: str) -> tuple[Grant, ...]:
             )
         )
     if not grants:
-        raise ConfigurationError(f"{where} holds no token; make one with `weighmaster-ps token --file {where}`")
+        raise ConfigurationError(
+            f"{where} holds no token; make one with the server's sub-command `token`, as in `token --file {where}`"
+        )
     return tuple(grants)
 
 

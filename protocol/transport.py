@@ -31,6 +31,9 @@ GRACE_S = 10.0
 
 BACKLOG = 128
 
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""With these no connection can be accepted for now, while the one that waits makes every poll return at once."""
+
 LONGEST_POLL_MS = 2**31 - 1
 """The longest that `poll` can be told to wait, 24 days."""
 
@@ -344,7 +347,12 @@ class Listener:
         self.address = Address(*self._socket.getsockname()[:2])
 
     def accept(self, timeout_s: float, wake: Wake | None = None) -> Channel | None:
-        """Return the next connection, or None when the time is over or `wake` was set."""
+        """Return the next connection, or None when the time is over or `wake` was set.
+
+        Raises:
+            NetworkError: this process has no descriptor left for it; worth another attempt after a while.
+            ConfigurationError: the congestion control that was asked for is not available.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if wake is not None:
@@ -353,8 +361,10 @@ class Listener:
             return None
         try:
             sock, peer = self._socket.accept()
-        except OSError:  # the peer has gone already, or descriptors are short: the next call tries again
-            return None
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise NetworkError(f"a caller cannot be answered: {error.strerror}") from error
+            return None  # the peer has gone already
         try:
             return PlainChannel(sock, str(Address(*peer[:2])), self._congestion_control)
         except OSError:

@@ -23,20 +23,20 @@ from ps.aggregation import (
     Rule,
     TrimmedMean,
 )
-from ps.config import RULES_OF_MEANS, ServerConfig
-from ps.coordinator import RunPolicy
+from ps.config import DEFAULT_WEIGHT_DECAY, RULES_OF_MEANS, ServerConfig
 from ps.ensemble import ActsOn, Head
 from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.evidence import Evidence
 from ps.master import Master
 from ps.optimizers import SGD, Adam, AdamW, Optimizer
+from ps.policy import RunPolicy
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.store import NotFinite, Store, StoreConfig
 from ps.validation import SECRET_BYTES, ValidatedRounds
 
 logger = logging.getLogger("weighmaster.ps")
 
-MEGABYTE = 1e6
+KILOBYTE, MEGABYTE = 1e3, 1e6
 
 
 def make_optimizer(config: ServerConfig) -> Optimizer:
@@ -45,7 +45,8 @@ def make_optimizer(config: ServerConfig) -> Optimizer:
         case "adam":
             return Adam(config.beta1, config.beta2, config.epsilon)
         case "adamw":
-            return AdamW(config.beta1, config.beta2, config.epsilon, config.weight_decay)
+            decay = DEFAULT_WEIGHT_DECAY if config.weight_decay is None else config.weight_decay
+            return AdamW(config.beta1, config.beta2, config.epsilon, decay)
         case _:
             return SGD(config.momentum, config.nesterov)
 
@@ -116,6 +117,17 @@ def store_config(config: ServerConfig) -> StoreConfig:
     )
 
 
+def size_text(size_bytes: float) -> str:
+    """Return a size as people write it: `203.2 kB`, `72.0 MB`."""
+    if size_bytes < MEGABYTE:
+        return f"{size_bytes / KILOBYTE:.1f} kB"
+    return f"{size_bytes / MEGABYTE:.1f} MB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else noun + 's'}"
+
+
 def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str, NDArray[Any]] | None) -> Store:
     """Make the store of a run, with `initial_values` in it if there are any.
 
@@ -126,17 +138,18 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
     Store.check_supported(layout.manifest)
     wanted = store_config(config)
     needed = Store.memory_bytes(layout, wanted)
+    holders = [_count(n, noun) for n, noun in ((wanted.slots, "worker"), (wanted.references, "validator")) if n]
     logger.info(
-        "%d variables of %.1f MB; the server will hold %.1f MB (%d gradients, 3 versions, moments)",
-        len(layout.slots),
-        layout.values_bytes / MEGABYTE,
-        needed / MEGABYTE,
-        wanted.slots,
+        "%s of %s; the server will hold %s (gradients of %s, 3 versions, moments)",
+        _count(len(layout.slots), "variable"),
+        size_text(layout.values_bytes),
+        size_text(needed),
+        " and ".join(holders),
     )
     if needed > config.max_memory:
         raise ConfigurationError(
-            f"the model needs {needed / MEGABYTE:.0f} MB on the server, above --max-memory "
-            f"{config.max_memory / MEGABYTE:.0f} MB: allow more, or use fewer workers"
+            f"the model needs {size_text(needed)} on the server, above --max-memory "
+            f"{size_text(config.max_memory)}: allow more, or use fewer workers"
         )
     store = Store(layout, wanted)
     if initial_values is not None:

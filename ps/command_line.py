@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.messages import Role
-from ps.config import CHOICES, ServerConfig, default_of, option_name
+from ps.config import CHOICES, DEFAULT_WEIGHT_DECAY, ServerConfig, default_of, option_name
 
 PROGRAM = "weighmaster-ps"
 """With this name begins each sentence that ends the process, however it was started."""
@@ -186,7 +186,7 @@ _OPTION_GROUPS = (
         _option("beta1", "adam, adamw: decay of the first moment", metavar="FRACTION"),
         _option("beta2", "adam, adamw: decay of the second moment", metavar="FRACTION"),
         _option("epsilon", "adam, adamw: term against division by zero", metavar="NUMBER"),
-        _option("weight_decay", "adamw: decoupled weight decay", metavar="RATE"),
+        _option("weight_decay", "adamw: decoupled weight decay", unset=f"{DEFAULT_WEIGHT_DECAY}", metavar="RATE"),
         _option("momentum", "sgd: momentum", metavar="FRACTION"),
         _option("nesterov", "sgd: look ahead along the momentum"),
         _option("ema_decay", "Decay of a moving average of the variables", unset="none kept", metavar="FRACTION"),

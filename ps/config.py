@@ -18,6 +18,9 @@ MEMORY_SHARE = 0.8
 MAX_UPDATE_THREADS = 4
 """More threads than this do not make an update faster: it is bound by memory."""
 
+DEFAULT_WEIGHT_DECAY = 0.01
+"""AdamW's decay if none is given; with 0 it would be Adam."""
+
 
 # ---- what goes with what -------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class ServerConfig:
         beta1: Adam's decay of the first moment.
         beta2: Adam's decay of the second moment.
         epsilon: Adam's term against division by zero, as TensorFlow places it.
-        weight_decay: AdamW's decoupled decay.
+        weight_decay: AdamW's decoupled decay; None: `DEFAULT_WEIGHT_DECAY` there.
         momentum: of SGD.
         nesterov: look ahead along the momentum.
         schedule: how the learning rate changes with the step.
@@ -307,7 +310,7 @@ class ServerConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float | None = None
     momentum: float = 0.0
     nesterov: bool = False
     schedule: str = "constant"
@@ -457,7 +460,7 @@ class ServerConfig:
         if not (is_loopback(self.host) or self.insecure or self.token_file is not None):
             raise ConfigurationError(
                 f"--host {self.host} lets other machines connect, so it needs --token-file "
-                "(make one with `weighmaster-ps token`), or --insecure to admit anyone"
+                "(make one with the server's sub-command `token`), or --insecure to admit anyone"
             )
 
 

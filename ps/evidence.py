@@ -30,7 +30,15 @@ MEMORY_KEPT = 0.97
 YOUNG_VALIDATIONS = 34
 """Validations after which a plain mean of all has become the running mean (1 / 34 is about 1 - 0.97)."""
 LOUDNESS_KEPT = 0.965
-"""What the scale of the loudest agreement keeps per validation: late in a run, cosines are small and noisy."""
+"""What the scale of the loudest agreement keeps per validation."""
+RECENT_RATE = 0.2
+"""Rate of the short running means whose size is held against their noise."""
+NOISE_RATE = 0.03
+"""Rate of the running variances."""
+NOISE_COUNT = 3.0
+"""How many times the variance of its noise a recent agreement must have to count. Late in a run the cosines are
+mostly noise, and trust that follows noise mutes honest workers. Divided by the rounds since the last validation:
+those who are seldom judged cannot wait for certainty."""
 RIDGE = 0.1
 """Added to the diagonal in the fit: without it near twins would share their weight by chance."""
 SATURATION = 0.3
@@ -59,8 +67,17 @@ CLAIM_WARM_UP = 40
 """Rounds without a validator in which everybody is trusted: rare classes take that long to be learned."""
 TINY = 1e-300
 
-FIELDS: Mapping[str, float] = {"agreement": 0.0, "trust": 0.0, "validations": 0.0, "weight": 0.0, "claim": math.nan}
-"""Remembered by name, with start values: b's running mean, e, k, the weight's running mean, claimed accuracy."""
+FIELDS: Mapping[str, float] = {
+    "trust": 0.0,  # e
+    "validations": 0.0,  # k
+    "agreement": 0.0,  # running mean of b
+    "recent": 0.0,  # the same over a short time
+    "recent_share": 1.0,  # variance of `recent` in units of that of b
+    "noise": 0.0,  # variance of b
+    "weight": 0.0,  # running mean of the weight
+    "claim": math.nan,  # running mean of the claimed accuracy
+}
+"""Remembered by name, with start values; the pairs of the ledger hold the running mean of the Gram matrix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,24 +205,43 @@ class Evidence:
     def _absorb_agreement(self, standing: Standing, agreement: Vector) -> None:
         loudest = float(np.abs(agreement).max(initial=0.0))
         self.loudest = max(loudest, LOUDNESS_KEPT * self.loudest)
-        rate = min(MEMORY_RATE, 1.0 - MEMORY_KEPT**self._silent_rounds)
-        self._silent_rounds = 0
+        since, self._silent_rounds = self._silent_rounds, 0
         if self.loudest == 0.0:
             return  # nothing but zeros: nothing was said
-        rate *= min(1.0, loudest / (0.5 * self.loudest))
-        rows = standing.rows
-        validations = self.ledger["validations"][rows]
+        ledger, rows = self.ledger, standing.rows
+        rate = min(MEMORY_RATE, 1.0 - MEMORY_KEPT**since) * self._clarity(rows, agreement, since)
+        validations = ledger["validations"][rows]
         young = validations < YOUNG_VALIDATIONS
         rates = np.where(young, np.maximum(rate, 1.0 / (validations + 1.0)), rate)
-        mean = self.ledger["agreement"][rows]
+        mean = ledger["agreement"][rows]
         mean += rates * (agreement - mean)
-        gram: Matrix = self.ledger.pairs[rows[:, None], rows]
+        gram: Matrix = ledger.pairs[rows[:, None], rows]
+        # Both memories must be of one age, or the fit takes a worker that has turned for a counterweight to others.
+        gram += np.minimum(rates, rates[:, None]) * (standing.gram - gram)
         new = validations == 0.0
-        gram += np.where(new | new[:, None], 1.0, MEMORY_RATE) * (standing.gram - gram)
-        self.ledger["agreement"][rows] = mean
-        self.ledger["validations"][rows] = validations + 1.0
-        self.ledger.pairs[rows[:, None], rows] = gram
+        if new.any():
+            gram = np.where(new | new[:, None], standing.gram, gram)
+        ledger["agreement"][rows] = mean
+        ledger["validations"][rows] = validations + 1.0
+        ledger.pairs[rows[:, None], rows] = gram
         self._trust_by_fit(rows, nonnegative_fit(gram, mean, RIDGE))
+
+    def _clarity(self, rows: Rows, agreement: Vector, since: int) -> float:
+        """Return how far recent agreements stand out of their noise, in [0, 1], after taking in this round's."""
+        ledger = self.ledger
+        validations = ledger["validations"][rows]
+        recent, share, noise = ledger["recent"][rows], ledger["recent_share"][rows], ledger["noise"][rows]
+        rate = np.maximum(RECENT_RATE, 1.0 / (validations + 1.0))
+        change = agreement - recent
+        recent += rate * change
+        share = (1.0 - rate) ** 2 * share + rate * rate
+        known = np.maximum(validations, 1.0)
+        noise += np.where(validations > 0.0, np.maximum(NOISE_RATE, 1.0 / known), 0.0) * (
+            change * change / (1.0 + share) - noise
+        )
+        ledger["recent"][rows], ledger["recent_share"][rows], ledger["noise"][rows] = recent, share, noise
+        signal = float(recent @ recent)
+        return max(0.0, 1.0 - NOISE_COUNT / since * float(noise @ share) / signal) if signal > 0.0 else 0.0
 
     def _trust_by_fit(self, rows: Rows, fit: Vector) -> None:
         best = fit.max(initial=0.0)

@@ -68,7 +68,12 @@ class Member:
     @property
     def label(self) -> str:
         """Return `rank 1 (name)` or `validator name`, for messages."""
-        return f"rank {self.rank} ({self.name})" if self.role is Role.WORKER else f"validator {self.name}"
+        return f"rank {self.rank} ({self.name})" if self.role is Role.WORKER else labelled(self.role, self.name)
+
+
+def labelled(role: Role, name: str) -> str:
+    """Return `evaluator name`, or the name alone when it begins with that word."""
+    return name if name.startswith(role) else f"{role} {name}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,15 +19,27 @@ logger = logging.getLogger("weighmaster.ps")
 
 
 def make_run_directory(path: Path) -> None:
-    """Make the directory of a run, for the owner alone.
+    """Make the directory of a run, for the owner alone; one that is there must be his own.
+
+    Tokens may lie in it, and files that whoever writes in it could put links in the place of.
 
     Raises:
-        ConfigurationError: it cannot be made.
+        ConfigurationError: it cannot be made, is a link, belongs to somebody else, or others may write in it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
     except OSError as error:
         raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
+    problem = ""
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a link: name the directory itself"
+    elif status.st_uid != os.geteuid():
+        problem = "belongs to somebody else: name one of your own"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written by others: `chmod go-w {path}` first"
+    if problem:
+        raise ConfigurationError(f"the run directory {path} {problem}")
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -31,6 +31,8 @@ class OpenRound:
         answers: logits that have arrived, by rank; none where single examples are not weighed.
         weighed: the ranks whose answers were weighed, after which they may push; None before.
         began: when the first of them came, after the weighing when that was (monotonic seconds), or None.
+        opened: when it was opened.
+        losses: when ranks that have not pushed were lost in this round, each time.
     """
 
     step: int
@@ -40,12 +42,21 @@ class OpenRound:
     answers: dict[int, Answer] = field(default_factory=dict)
     weighed: frozenset[int] | None = None
     began: float | None = None
+    opened: float = 0.0
+    losses: dict[int, list[float]] = field(default_factory=dict)
 
     def take(self, contribution: Contribution, is_reference: bool, now: float) -> None:
         """Add a push to the round."""
         if self.began is None:
             self.began = now
         (self.references if is_reference else self.pushes)[contribution.rank] = contribution
+        self.losses.pop(contribution.rank, None)
+
+    def lose(self, rank: int, now: float) -> float:
+        """Note that a rank was lost; return since when: its first loss, if it has not pushed since."""
+        times = self.losses.setdefault(rank, [])
+        times.append(now)
+        return times[0]
 
     def contributions(self) -> tuple[Contribution, ...]:
         """Return the pushes of workers in rank order, refused ones included."""

@@ -20,6 +20,7 @@ from protocol.errors import (
     ExitCode,
     Interrupted,
     ManifestMismatch,
+    NetworkError,
     NoProgress,
     Refused,
     WeighmasterError,
@@ -40,12 +41,12 @@ from protocol.messages import (
 )
 from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
-from protocol.transport import Address, Channel, Listener
+from protocol.transport import Address, Channel, Deadline, Listener
 from ps.build import make_ensemble, make_rule, make_schedule, make_store, policy_of
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.config import ServerConfig
 from ps.console import Console
-from ps.coordinator import Coordinator, Phase
+from ps.coordinator import Coordinator
 from ps.ensemble_mode import Terms
 from ps.instructions import (
     Announce,
@@ -62,6 +63,7 @@ from ps.instructions import (
 )
 from ps.members import Claim, Granted, Identity
 from ps.metrics import TestResult
+from ps.policy import Phase
 from ps.record import Record
 from ps.session import Answered, Session
 from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
@@ -134,6 +136,8 @@ class ParameterServer:
         self._sessions: dict[int, Session] = {}
         self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._ended = threading.Event()
+        self._dismissed = threading.Event()
+        self._leaving: list[Session] = []
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
@@ -159,6 +163,8 @@ class ParameterServer:
                 self.tick()
         finally:
             self._ended.set()
+            self._see_off()
+            self._dismissed.set()
             accepting.join()
             listener.close()
             self._dismiss()
@@ -213,8 +219,8 @@ class ParameterServer:
         return self._store.export() if self._store is not None and self._coordinator.has_values else None
 
     def _accept(self, listener: Listener) -> None:
-        number = 0
-        while not self._ended.is_set():
+        number, is_short = 0, False
+        while not self._dismissed.is_set():
             if not self._unproven.acquire(timeout=TICK_S):
                 continue
             try:
@@ -222,10 +228,17 @@ class ParameterServer:
             except ConfigurationError as error:  # the congestion control that was asked for
                 self.broke(error)
                 return
+            except NetworkError as error:  # descriptors are short: others may end
+                self._unproven.release()
+                if not is_short:
+                    logger.warning("the server cannot take more connections for now: %s", error)
+                is_short = True
+                self._dismissed.wait(TICK_S)
+                continue
             if channel is None:
                 self._unproven.release()
                 continue
-            number += 1
+            number, is_short = number + 1, False
             try:
                 self._start_session(number, channel)
             except (OSError, RuntimeError) as error:  # descriptors or threads are short: others may end
@@ -239,21 +252,29 @@ class ParameterServer:
         session = Session(number, channel, self)
         with self._lock:
             self._sessions[number] = session
+            if self._finish is not None:  # who calls now is told that the run has ended, and need not try again
+                self._leaving.append(session)
+                if self._finish.status is not Status.DONE:
+                    session.post(self._finish)
             try:
                 session.start()
             except RuntimeError:
                 del self._sessions[number]
+                self._leaving = [other for other in self._leaving if other is not session]
                 raise
 
-    def _dismiss(self) -> None:
-        deadline = time.monotonic() + FAREWELL_S
+    def _see_off(self) -> None:
+        """Wait a while until all have heard of the end; those who call meanwhile hear of it too."""
+        deadline = Deadline(FAREWELL_S)
         with self._lock:
-            sessions = list(self._sessions.values())
-        for session in sessions:
-            session.join(max(0.0, deadline - time.monotonic()))
-        for session in sessions:
+            self._leaving += self._sessions.values()
+        while not deadline.over and (there := [session for session in self._leaving if session.is_alive()]):
+            there[0].join(deadline.left_s)
+
+    def _dismiss(self) -> None:
+        for session in self._leaving:
             session.link.abort()
-        for session in sessions:
+        for session in self._leaving:
             session.join()
         self.settle()
         self._record.close()
@@ -316,6 +337,8 @@ class ParameterServer:
                 f"the worker was started with --seed {offer.seed}, the server with {self.config.seed}: "
                 "leave it out on the worker",
             )
+        if self._finish is not None and self._finish.status is not Status.DONE:
+            return  # it hears of the end next; nothing is to be made for it
         if self._ensemble is None:
             self._agree(Manifest.from_wire(offer.manifest))
         elif who.role is not Role.WORKER:

@@ -15,6 +15,8 @@ each worker's gradient is worth. Defaults are in brackets; time-outs are seconds
 Options of this script:
   --workers N                   workers, 1 to 9999                         [3]
   --steps N                     rounds                                     [300]
+  --mode MODE                   shared: one network; ensemble: every worker trains a network of its own on the
+                                same batches, and they vote; no validator, no evaluator  [shared]
   --aggregation RULE            how one gradient is made of all; there is a validator if RULE is cosine_trust,
                                 evidence or master                         [master]
   --fault NAME                  let the last worker misbehave on purpose, to see what the rule does: sign_flip,
@@ -32,8 +34,8 @@ Passed to workers, validator and evaluator (scripts/launch_worker.sh --help expl
   --connect-timeout SECONDS     wait for the server at the start           [60]
   --reconnect-timeout SECONDS   wait for a lost server's return            [120]
   --legacy-keras                use the tf-keras package, which tf.compat.v1.layers needs
-Passed to the evaluator alone:
-  --evaluate-every STEPS        steps between two evaluations              [20]
+Passed to the evaluator alone, in an ensemble to the workers:
+  --evaluate-every STEPS        steps between two evaluations, or votes    [20]
 
 Passed to the parameter server: every other option (scripts/launch_ps.sh --help lists them, with units), as in
   scripts/train.sh --steps 1000 --optimizer sgd --learning-rate 0.1 --momentum 0.9 --seed 7
@@ -52,6 +54,7 @@ TEXT
 
 workers=3
 steps=300
+mode=shared
 aggregation=master
 fault=""
 run_dir=""
@@ -80,13 +83,13 @@ while [ $# -gt 0 ]; do
             fail "${option%%=*} is what this script sets by itself; start the processes one by one with \
 scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
             ;;
-        --workers | --steps | --aggregation | --fault | --run-dir | --model | --dataset | --data-dir | --batch-size | \
+        --workers | --steps | --mode | --aggregation | --fault | --run-dir | --model | --dataset | --data-dir | --batch-size | \
             --trusted-examples | --evaluate-every | --connect-timeout | --reconnect-timeout)
             [ $# -gt 0 ] || fail "$option needs a value"
             value="$1"
             shift
             ;;
-        --workers=* | --steps=* | --aggregation=* | --fault=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
+        --workers=* | --steps=* | --mode=* | --aggregation=* | --fault=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
             --trusted-examples=* | --evaluate-every=* | --connect-timeout=* | --reconnect-timeout=*)
             value="${option#*=}"
             option="${option%%=*}"
@@ -99,6 +102,7 @@ scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
     case "$option" in
         --workers) workers="$value" ;;
         --steps) steps="$value" ;;
+        --mode) mode="$value" ;;
         --aggregation) aggregation="$value" ;;
         --fault) fault="$value" ;;
         --run-dir) run_dir="$value" ;;
@@ -114,12 +118,18 @@ if ! [[ "$workers" =~ ^[1-9][0-9]{0,3}$ ]]; then
 fi
 client_options+=(--model "$model" --dataset "$dataset" --threads 1)
 validator=""
-case "$aggregation" in
-    cosine_trust | evidence | master)
+evaluator=yes
+case "$mode:$aggregation" in
+    ensemble:*)
+        evaluator=""
+        worker_options+=(${evaluator_options[@]+"${evaluator_options[@]}"})
+        ;;
+    *:cosine_trust | *:evidence | *:master)
         validator=yes
         ps_options=(--validators 1 ${ps_options[@]+"${ps_options[@]}"})
         ;;
 esac
+if [ -n "$evaluator" ]; then ps_options=(--evaluators 1 ${ps_options[@]+"${ps_options[@]}"}); fi
 if ((BASH_VERSINFO[0] < 4)); then fail "bash 4 or newer is needed, and this is $BASH_VERSION"; fi
 # What may be set for a worker of another run must not reach these.
 unset TF_CONFIG WEIGHMASTER_RANK WEIGHMASTER_INSECURE WEIGHMASTER_DRY_RUN
@@ -218,9 +228,11 @@ if [ -z "$run_dir" ]; then
     mkdir -p runs 2>/dev/null || true
     mkdir "$run_dir" 2>/dev/null || run_dir="$run_dir-$$"
 fi
-if ! { mkdir -p "$run_dir" && chmod 700 "$run_dir"; }; then
-    fail "the run directory $run_dir cannot be made"
+mkdir -p "$run_dir" || fail "the run directory $run_dir cannot be made"
+if [ -L "${run_dir%/}" ] || [ ! -O "$run_dir" ]; then
+    fail "the run directory $run_dir is a link or belongs to somebody else; the tokens will lie in it: name another one"
 fi
+chmod 700 "$run_dir" || fail "the run directory $run_dir cannot be closed to others"
 rm -f "$run_dir"/{port,tokens,summary.json} "$run_dir"/*.token
 
 # Makes a token for one identity: a line for its own file, and the same for the server's.
@@ -235,7 +247,7 @@ token() {
 
 for ((rank = 0; rank < workers; rank++)); do token "worker-$rank" --role worker --rank "$rank"; done
 if [ -n "$validator" ]; then token validator --role validator; fi
-token evaluator --role evaluator
+if [ -n "$evaluator" ]; then token evaluator --role evaluator; fi
 
 # ---- the processes start ----------------------------------------------------------------------------------
 
@@ -245,7 +257,8 @@ count() { if [ "$1" = 1 ]; then echo "1 $2"; else echo "$1 $2s"; fi; }
 scripts="$(dirname "$0")"
 export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
 start "the parameter server" "" "$PYTHON" -m ps --host 127.0.0.1 --port 0 --port-file "$run_dir/port" \
-    --workers "$workers" --aggregation "$aggregation" --evaluators 1 --steps "$steps" --run-dir "$run_dir" --token-file "$run_dir/tokens" \
+    --workers "$workers" --mode "$mode" --aggregation "$aggregation" --steps "$steps" --run-dir "$run_dir" \
+    --token-file "$run_dir/tokens" \
     --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" ${ps_options[@]+"${ps_options[@]}"}
 ps_pid=$!
 
@@ -271,9 +284,11 @@ if began && alive "$ps_pid"; then
         start validator "$run_dir/validator.log" "$PYTHON" -m worker --ps "$address" --role validator \
             --name validator --token-file "$run_dir/validator.token" "${client_options[@]}"
     fi
-    start evaluator "$run_dir/evaluator.log" "$PYTHON" -m worker --ps "$address" --role evaluator \
-        --name evaluator --token-file "$run_dir/evaluator.token" "${client_options[@]}" \
-        ${evaluator_options[@]+"${evaluator_options[@]}"}
+    if [ -n "$evaluator" ]; then
+        start evaluator "$run_dir/evaluator.log" "$PYTHON" -m worker --ps "$address" --role evaluator \
+            --name evaluator --token-file "$run_dir/evaluator.token" "${client_options[@]}" \
+            ${evaluator_options[@]+"${evaluator_options[@]}"}
+    fi
 fi
 
 # ---- until the server ends, or a worker fails -------------------------------------------------------------
@@ -340,6 +355,14 @@ if summary.get("test_accuracy") is not None:
     parts.append(f"test accuracy {summary['test_accuracy']:.3f} (at step {summary['test_accuracy_step']})")
 print(f"\nTrained: {', '.join(parts)}.")
 workers = summary["workers"]
+votes = summary.get("ensemble")
+if votes and votes["weighted_vote"] is not None:
+    print(f"Share of right answers on the test set at step {votes['step']}:")
+    print(f"  weighted vote {votes['weighted_vote']:.3f}   (each answer counts what the master gives it)")
+    print(f"  plain vote    {votes['plain_vote']:.3f}   (each counts the same)")
+    for worker, share in zip(workers, votes["alone"]):
+        alone = "did not vote" if share is None else f"{share:.3f}"
+        print(f"  {worker['name']:13} {alone}   (alone)")
 if len({worker["weight"] for worker in workers}) > 1:
     print("What each worker's gradient counted, lately:")
     for worker in workers:

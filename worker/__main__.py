@@ -1,277 +1,67 @@
 """`python -m worker`: read the options, build the model, join the run, take part in it until it is done."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from protocol.errors import Interrupted
 
-from protocol.ensemble import Answers, Weighting
-from protocol.errors import ConfigurationError, ExitCode, Interrupted
-from protocol.messages import AUTO_RANK, Role
-from protocol.tensors import Layout
-from protocol.tokens import parse_grants, read_secret
-from worker.batches import Shard, TrustedBatches
-from worker.client import ClientConfig, InitialValues, Server, Update
-from worker.command_line import PROGRAM, build_command, execute
-from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
-from worker.datasets import load_dataset, num_classes
-from worker.definitions import Dataset, Model
-from worker.ensemble import MemberRun, member_seed
-from worker.faults import parse_fault
-from worker.faulty_step import FaultySteps
-from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
-
+# All else is imported by `main` and what it calls: a Ctrl-C that comes while it loads is to be a sentence as well.
 if TYPE_CHECKING:
-    from worker import graph
+    from worker.config import WorkerConfig
+
+PROGRAM = "weighmaster-worker"
 
 LEAVE_S = 4.0
 """A signal ends the process within this time even when TensorFlow is in the middle of a long step."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a worker has before it knows the server: options, data, and the model as its graph shows it."""
-
-    config: WorkerConfig
-    dataset: Dataset
-    build: Callable[..., Model]
-    inputs: "graph.InputSpec"
-    description: "graph.Description"
-
-
-def run(config: WorkerConfig) -> int:
+def run(config: "WorkerConfig") -> int:
     """Run one worker, validator or evaluator and return the exit code."""
+    from worker import job
+
+    token = job.token_of(config)
+    dataset = job.load_data(config)
+    job.load_tensorflow()
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
-    token = _token(config)
-    job = _prepare(config)
-    if config.dry_run:
-        return _print_plan(job)
-    return _evaluate(job, token) if Role(config.role) is Role.EVALUATOR else _train(job, token)
+    prepared = job.prepare(config, dataset)
+    return job.print_plan(prepared) if config.dry_run else job.take_part(prepared, token)
 
 
-def _prepare(config: WorkerConfig) -> Job:
-    """Load the data and build the model; TensorFlow is imported here and not before."""
-    # Before the data, since a file of the user's may import TensorFlow as well.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if config.legacy_keras:
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    if config.fault is not None:
-        _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
-    dataset = load_dataset(config.dataset, config.data_dir)
-    try:
-        from worker import graph, models
-    except ModuleNotFoundError as error:
-        if error.name not in ("tensorflow", "keras", "tf_keras"):
-            raise
-        raise ConfigurationError(
-            f"this worker needs TensorFlow, and {error.name} is not installed: "
-            "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
-        ) from error
-    build = models.load_build(config.model, num_classes(dataset))
-    features = dataset.train_features
-    inputs = graph.InputSpec(tuple(features.shape[1:]), features.dtype.name)
-    description = graph.describe(build, inputs, legacy_keras=config.legacy_keras)
-    for remark in description.remarks:
-        _say(f"remark: {remark}")
-    if not description.replayable:
-        _say(f"remark: a step computed again may differ: {description.replayable_reason}")
-    return Job(config, dataset, build, inputs, description)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit code."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    from worker.command_line import build_command, execute
+
+    return execute(build_command(run), arguments)
 
 
-def _train(job: Job, token: str | None) -> int:
-    from worker import graph
-
-    config, trainers = job.config, list[graph.Trainer]()
-    with Server(_client(job, token, lambda: trainers[0].initial_values())) as server:
-        agreed = server.welcome
-        _tell_threads(agreed.threads, config.threads)
-        if server.weighting is not None:
-            last = _train_member(job, server, server.weighting, trainers)
-            _say(f"done at step {last.step}")
-            return ExitCode.DONE
-        if config.evaluate_every != default_of("evaluate_every"):
-            raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
-        steps_of = _steps_of_validator if Role(config.role) is Role.VALIDATOR else _steps_of_worker
-        gradient_of = steps_of(job, server)
-        trainers.append(graph.Trainer(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads))
-        last = train(server, gradient_of(trainers[0]), _say)
-        _say(f"done at step {last.step}{_on_purpose(config)}")
-    return ExitCode.DONE
-
-
-def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "list[graph.Trainer]") -> Update:
-    """Train as a member of an ensemble: all take the same batches, from all of the training data."""
-    from worker import graph
-
-    config, agreed = job.config, server.welcome
-    if config.fault is not None:
-        raise ConfigurationError("--fault works with a server in mode shared only, and this one trains an ensemble")
-    batch_size = config.batch_size or DEFAULT_BATCH_SIZE
-    shard = Shard.of(len(job.dataset.train_labels), 0, 1, agreed.seed, config.trusted_examples)
-    _say(f"member {agreed.rank} of {agreed.workers}; all take the same batches: {shard.describe(batch_size)}")
-    layout = Layout.of(server.layout.manifest)
-    seed, threads = member_seed(agreed.seed, agreed.rank), agreed.threads
-    trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=threads, weighting=weighting)
-    trainers.append(trainer)
-    has_test = len(job.dataset.test_labels) > 0
-    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads) if has_test else None
-    return MemberRun(
-        server=server,
-        trainer=trainer,
-        tester=tester,
-        dataset=job.dataset,
-        shard=shard,
-        batch_size=batch_size,
-        seed=agreed.seed,
-        rank=agreed.rank,
-        weighting=weighting,
-        vote_every=config.evaluate_every,
-        say=_say,
-    ).train()
-
-
-def _answers(job: Job) -> Answers | None:
-    """Return what a worker with this model and data can answer as a member of an ensemble, if it can."""
-    sizes = job.description.logits
-    if Role(job.config.role) is not Role.WORKER or sizes is None or sizes[0] < 2:
-        return None
-    batch_size = job.config.batch_size or DEFAULT_BATCH_SIZE
-    return Answers(batch_size, sizes[0], sizes[1], len(job.dataset.test_labels))
-
-
-def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
-    """Find the batches of a rank, before TensorFlow builds anything, and say what they are."""
-    config, agreed = job.config, server.welcome
-    n_examples, batch_size = len(job.dataset.train_labels), config.batch_size or DEFAULT_BATCH_SIZE
-    shard = Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
-    _say(shard.describe(batch_size))
-    if config.fault is None:
-
-        def batch_ids(step: int) -> NDArray[np.int64]:
-            return shard.batch_ids(step, batch_size)
-
-        return lambda trainer: on_batches(trainer, job.dataset, batch_ids, agreed.seed, agreed.rank)
-    fault = parse_fault(config.fault)
-    return lambda trainer: FaultySteps(
-        fault=fault,
-        trainer=trainer,
-        layout=server.layout,
-        dataset=job.dataset,
-        shard=shard,
-        batch_size=batch_size,
-        workers=min(agreed.workers or agreed.shards, agreed.shards),
-        steps=agreed.steps,
-        classes=num_classes(job.dataset),
-    )
-
-
-def _steps_of_validator(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
-    """Find the trusted examples, and say which they are."""
-    config, agreed = job.config, server.welcome
-    trusted = TrustedBatches.of(
-        len(job.dataset.train_labels), config.trusted_examples, config.batch_size, agreed.seed
-    )
-    _say(trusted.describe())
-    return lambda trainer: on_batches(trainer, job.dataset, trusted.batch_ids, agreed.seed, AUTO_RANK)
-
-
-def _on_purpose(config: WorkerConfig) -> str:
-    return "" if config.fault is None else f", after misbehaving on purpose (--fault {config.fault})"
-
-
-def _evaluate(job: Job, token: str | None) -> int:
-    from worker import graph
-
-    def cannot_initialise() -> dict[str, NDArray[Any]]:
-        raise ConfigurationError("an evaluator has no initial values to give")
-
-    with Server(_client(job, token, cannot_initialise)) as server:
-        agreed = server.welcome
-        evaluator = graph.Evaluator(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads)
-        evaluate(server, evaluator, job.dataset, job.config.evaluate_every, _say)
-    return ExitCode.DONE
-
-
-def _client(job: Job, token: str | None, initial_values: InitialValues) -> ClientConfig:
-    config = job.config
-    return ClientConfig(
-        address=config.ps,
-        manifest=job.description.manifest,
-        initial_values=initial_values,
-        rank=AUTO_RANK if config.rank is None else config.rank,
-        name=config.name or "",
-        role=Role(config.role),
-        token=token,
-        threads=config.threads,
-        seed=config.seed,
-        answers=_answers(job),
-        connect_timeout_s=config.connect_timeout,
-        reconnect_timeout_s=config.reconnect_timeout,
-        congestion_control=config.congestion_control,
-        on_event=_say,
-        on_waiting=WaitLog(_say),
-    )
-
-
-def _tell_threads(agreed: int, offered: int) -> None:
-    if agreed != offered:
-        _say(f"using {agreed} threads, as recorded for this rank, instead of {offered}")
-
-
-def _print_plan(job: Job) -> int:
-    layout = Layout.of(job.description.manifest)
-    print(
-        f"model {job.config.model} on {job.config.dataset}: "
-        f"{len(layout.slots)} variables, {job.description.ops} operations"
-    )
-    for spec in job.description.manifest.variables:
-        print(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
-    print(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
-    print(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
-    return ExitCode.DONE
-
-
-def _token(config: WorkerConfig) -> str | None:
-    if config.token_file is None:
-        return None
-    grants = parse_grants(read_secret(config.token_file).splitlines(), str(config.token_file))
-    if len(grants) != 1:
-        raise ConfigurationError(
-            f"{config.token_file} holds {len(grants)} lines; a worker's token file holds its own line only"
-        )
-    return grants[0].token.decode("ascii")
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End a process that has joined no run yet; an exception could be swallowed by what is being imported."""
+    _exit(Interrupted(signal.Signals(number).name))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Take leave of the run, and of the user's code."""
     interrupted = Interrupted(signal.Signals(number).name)
     # A step inside TensorFlow cannot be broken off: the exception below waits for its end, this timer does not.
-    timer = threading.Timer(LEAVE_S, _leave, (interrupted,))
+    timer = threading.Timer(LEAVE_S, _exit, (interrupted,))
     timer.daemon = True
     timer.start()
     raise interrupted
 
 
-def _leave(interrupted: Interrupted) -> None:
-    os.write(2, f"{PROGRAM}: {interrupted}\n".encode())  # sys.stderr may be held by what does not end
+def _exit(interrupted: Interrupted) -> None:
+    with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
+        os.write(2, f"{PROGRAM}: {interrupted}\n".encode())  # sys.stderr may be held by what does not end
     os._exit(int(interrupted.exit_code))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the result is the exit code."""
-    return execute(build_command(run), arguments)
 
 
 if __name__ == "__main__":

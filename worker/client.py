@@ -175,7 +175,7 @@ class Server:
 
     @property
     def rank(self) -> int:
-        """The rank that the server handed out (-1 for an evaluator)."""
+        """The rank that the server handed out (-1 for a validator and for an evaluator, which have none)."""
         return self.welcome.rank
 
     def pull(self, min_step: int = 0) -> Update:
@@ -533,7 +533,8 @@ def connect(
             themselves from one worker only.
         rank: 0..N-1, or None for the lowest free one.
         name: who this is; default host and rank.
-        role: `worker`, or `evaluator`, which pulls and reports and is never waited for.
+        role: `worker`; `validator`, whose gradients on trusted data are references by which the server judges those
+            of the workers and are never applied; or `evaluator`, which pulls and reports and is never waited for.
         token: shared secret, if the server asks for one.
         state: names of variables that are state, not trainable: their changes are pushed, not gradients.
         threads: recorded by the server for this rank.

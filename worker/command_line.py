@@ -29,12 +29,23 @@ from worker.faults import FAULTS
 
 PROGRAM = "weighmaster-worker"
 
+STARTED_AS = "WEIGHMASTER_STARTED_AS"
+"""The scripts tell by this variable what the user typed."""
+
 _TYPES: dict[Any, Any] = {
     int: click.INT,
     float: click.FLOAT,
     str: click.STRING,
     Path: click.Path(path_type=Path),
 }
+
+
+def invocation() -> str:
+    """Return what starts this program again: a script, `python -m worker`, or the command where it is installed."""
+    script = os.environ.get(STARTED_AS, "").strip()
+    if script:
+        return script
+    return "python -m worker" if Path(sys.argv[0]).name == "__main__.py" else PROGRAM
 
 
 def _address(text: str) -> Address:
@@ -207,12 +218,12 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     """
     try:
         outcome = command.main(
-            None if arguments is None else list(arguments), prog_name=PROGRAM, standalone_mode=False
+            None if arguments is None else list(arguments), prog_name=invocation(), standalone_mode=False
         )
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        print(f"{PROGRAM}: {error.format_message()} See {PROGRAM} --help.", file=sys.stderr)
+        print(f"{PROGRAM}: {error.format_message()} See `{invocation()} --help`.", file=sys.stderr)
         return error.exit_code
     except WeighmasterError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

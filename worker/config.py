@@ -234,7 +234,7 @@ def _rank_and_role(cluster: Mapping[str, list[str]], task: Mapping[str, Any]) ->
         case "worker":
             return index + bool(cluster.get("chief")), "worker"
         case "ps":
-            raise _malformed("says that this process is the ps; start weighmaster-ps for it")
+            raise _malformed("says that this process is the ps; start the server (`python -m ps`) for it")
         case _:
             raise _malformed(f"has a task that is no chief, worker or evaluator: {job!r} {index}")
 

@@ -64,7 +64,7 @@ def test_a_server_short_of_descriptors_serves_again_when_there_are_some(processe
     with ExitStack() as opened:
         for _ in range(20):
             opened.enter_context(socket.create_connection(address))
-        server.says("turned away: the server cannot take more connections")
+        server.says("the server cannot take more connections")
     light(processes, server.address, 0, workers=1).ends_with(0)
     assert_done(server, workers=1, steps=2)
 

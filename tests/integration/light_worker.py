@@ -1,4 +1,4 @@
-"""A worker or validator without TensorFlow that pushes a constant (rank + 1); exit codes and sentences are those of ours.
+"""A worker or validator without TensorFlow that pushes a constant (rank + 1); codes and sentences are as of ours.
 
 Run by the tests of this folder: python light_worker.py HOST:PORT [options]. Each event is a line of JSON or text.
 """
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--variables", type=json.loads, default={"w": [3]}, help="JSON object, name -> shape")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--examples", type=int, default=1, help="size of each batch")
     parser.add_argument("--loss", type=float, default=1.0)
     parser.add_argument("--die-after", type=int, help="end at once, without a word, after so many pushes")
     parser.add_argument("--linger", type=Path, help="when done, hold the connection until this file is there")
@@ -63,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
         while not update.done:
             constant = server.rank + 1 if options.gradient is None else options.gradient
             gradients = {name: np.full_like(value, constant) for name, value in update.values.items()}
-            update = server.push(gradients, loss=options.loss, examples=1)
+            update = server.push(gradients, loss=options.loss, examples=options.examples)
             pushed += 1
             if pushed == options.die_after:
                 os._exit(1)

@@ -170,6 +170,23 @@ def test_who_does_not_take_leave_is_named(processes, light, tmp_path):
     lingering.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_while_goodbyes_are_awaited_costs_no_result(processes, light, seconds, tmp_path, number):
+    """All steps are made: the values are exported, the summary says done, and the exit code is 0."""
+    server = processes.server(workers=2, steps=1, optimizer="sgd", learning_rate=1, drain_timeout=120)
+    lingering = light("lingering", server.address, "--rank", 1, "--linger", tmp_path / "never")
+    light("first", server.address, "--rank", 0).ends_with(0)
+    lingering.says("done at step 1")
+    began = time.monotonic()
+    server.send(number)
+    assert seconds(began, server) < AT_ONCE_S
+    server.ends_with(0)
+    server.says("rank 1 did not take leave")
+    assert (server.summary()["status"], server.summary()["steps"]) == ("done", 1)
+    assert server.values()["w"].tolist() == [-1.5] * 3
+    lingering.kill()
+
+
 def test_an_evaluator_that_comes_late_measures_the_final_values(processes):
     """The run is over before it has started; with --evaluators 1 the end waits for it all the same."""
     networks = MODELS / "networks.py"

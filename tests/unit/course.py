@@ -4,9 +4,10 @@ import itertools
 from dataclasses import replace
 
 from protocol.messages import Push, Role
-from ps.coordinator import Coordinator, Phase, RunPolicy
+from ps.coordinator import Coordinator
 from ps.instructions import Announce, Drop, Finish, Reply, Take
 from ps.members import Granted, Identity
+from ps.policy import Phase, RunPolicy
 
 EPOCH = 77
 POLICY = RunPolicy(

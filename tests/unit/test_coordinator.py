@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from protocol.messages import Push, Role, Status
-from ps import coordinator, members
-from ps.coordinator import MAX_VOID_ROUNDS, Phase
+from ps import coordinator, course, members, policy, rounds, waits
+from ps.course import MAX_VOID_ROUNDS
 from ps.instructions import Announce, AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
+from ps.policy import Phase
 from ps.rounds import may_close
 from tests.unit.course import EPOCH, NAN, POLICY, Client, Run, replies, running, texts
 
@@ -453,6 +454,49 @@ def test_two_lost_workers_have_a_deadline_each():
     assert run.finish.status is Status.LOST and run.finish.reason.startswith("rank 1 ")
 
 
+def test_a_worker_that_returns_and_is_lost_again_has_one_deadline_in_a_round():
+    """One that crashes again and again cannot hold a round for ever."""
+    run, zero, one = running()
+    run.push(zero)
+    assert "may return within 20 s" in texts(run.lose(one))
+    for _ in range(2):
+        run.wait(3)
+        run.join(one)
+        run.wait(6)
+        run.lose(one, "it crashed")
+    assert texts(run.told).endswith(
+        "rank 1 (site-1) is lost for the third time in round 0: it crashed; it may return within 2 s"
+    )
+    run.wait(1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST
+    assert run.finish.reason == (
+        "rank 1 (site-1) was lost 3 times in round 0 (at last: it crashed) and has not pushed within 20 s of the "
+        "first; look at its log"
+    )
+
+
+def test_a_push_or_a_new_round_gives_a_rank_its_whole_time_again():
+    run, zero, one = running(steps=9)
+    run.lose(one)
+    run.wait(15)
+    run.join(one)
+    run.push(one)
+    run.wait(4)
+    assert "may return within 20 s" in texts(run.lose(one)[-1:])
+    run.wait(15)
+    run.join(one)
+    run.push(zero)
+    assert run.coordinator.step == 1
+    run.wait(4)
+    assert "may return within 20 s" in texts(run.lose(one)[-1:])
+    run.wait(POLICY.rejoin_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST
+
+
 # ---- leaving on purpose --------------------------------------------------------------------------------
 
 
@@ -623,6 +667,21 @@ def test_a_worker_that_left_early_needs_no_second_goodbye():
     assert run.finish.status is Status.DONE
 
 
+def test_a_signal_in_the_drain_ends_the_wait_for_goodbyes_and_the_run_is_done():
+    """All steps are made: what was asked for is there to be written."""
+    run, zero, _ = drained(evaluators=1)
+    run.bye(zero)
+    told = run.carry_out(run.coordinator.stop(Status.INTERRUPTED, "the server was stopped by SIGTERM"))
+    assert "rank 1 did not take leave after the last step | an evaluator did not come in time" in texts(told)
+    assert run.finish == Finish(Status.DONE, "")
+
+
+def test_a_fault_of_the_server_in_the_drain_is_no_success():
+    run, _, _ = drained()
+    run.carry_out(run.coordinator.stop(Status.FAILED, "the server itself has failed"))
+    assert run.finish == Finish(Status.FAILED, "the server itself has failed")
+
+
 # ---- after the end, and what is said ---------------------------------------------------------------------
 
 
@@ -645,6 +704,16 @@ def test_nothing_is_told_after_the_end():
     assert run.told == [] and run.coordinator.waiting_for(run.now) == ""
 
 
+def test_who_asks_after_the_last_goodbye_still_gets_the_final_values():
+    run, zero, one = drained()
+    run.bye(zero), run.bye(one)
+    assert run.finish.status is Status.DONE
+    late = Client(1)
+    run.join(late)
+    assert run.pull(late, min_step=9) == [Reply(late.session, 0, False)]
+    assert run.bye(late) == []
+
+
 def test_it_says_for_whom_it_waits_and_since_when():
     run, zero, one = Run(), Client(0), Client(1)
     waiting = lambda: run.coordinator.waiting_for(run.now)  # noqa: E731
@@ -657,6 +726,8 @@ def test_it_says_for_whom_it_waits_and_since_when():
     assert waiting() == "the start waits for the initial values of rank 0 (site-0) since 3 s"
     run.give_initial(zero)
     assert waiting() == "", "nobody has pushed: the workers compute"
+    run.wait(11)
+    assert waiting() == "round 0 has no push yet, since 11 s"
     run.push(zero)
     run.wait(4)
     assert waiting() == "round 0 waits for rank 1 since 4 s"
@@ -699,12 +770,12 @@ def test_the_end_waits_for_evaluators_that_are_expected_as_long_as_the_drain_las
 
 def test_whom_it_waits_for_fits_into_a_message_however_many_they_are():
     run = Run(workers=1024)
-    assert run.coordinator.waiting_for(run.now).endswith("14 and 1009 more since 0 s")
+    assert run.coordinator.waiting_for(run.now).endswith("14 and 1009 more")
 
 
 def test_no_clock_is_read():
     """The wall clock may jump a day: the coordinator and what it rests on know no clock at all."""
-    for source in (coordinator, members):
+    for source in (coordinator, course, members, policy, rounds, waits):
         imported = {
             name.name.split(".")[0] if isinstance(node, ast.Import) else node.module
             for node in ast.walk(ast.parse(inspect.getsource(source)))

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, RefusalCode, Role
-from ps.members import MAX_RANKS_NAMED, Contested, Denied, Granted, Identity, Registry, name_ranks
+from ps.members import MAX_RANKS_NAMED, Contested, Denied, Granted, Identity, Registry, labelled, name_ranks
 
 
 def who(rank=AUTO_RANK, name="", host="h", incarnation=1, role=Role.WORKER):
@@ -210,3 +210,16 @@ def test_evaluators_have_no_rank_and_there_may_be_many():
 )
 def test_ranks_are_named_as_a_person_would(ranks, text):
     assert name_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "text"),
+    [
+        (Role.VALIDATOR, "hospital", "validator hospital"),
+        (Role.VALIDATOR, "validator", "validator"),
+        (Role.EVALUATOR, "evaluator-2", "evaluator-2"),
+        (Role.EVALUATOR, "host:evaluator", "evaluator host:evaluator"),
+    ],
+)
+def test_no_role_is_said_twice(role, name, text):
+    assert labelled(role, name) == text

@@ -6,10 +6,11 @@ import math
 import pytest
 
 from protocol.messages import Push, Role, Status
-from ps.coordinator import Coordinator, RunPolicy
+from ps.coordinator import Coordinator
 from ps.instructions import Contribution
 from ps.members import Granted, Identity
 from ps.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
+from ps.policy import RunPolicy
 
 NAN = float("nan")
 
@@ -109,7 +110,7 @@ def run_of_two():
 
 
 def coordinator_seen(coordinator):
-    return {(c.rank, coordinator.step) for c in coordinator._round.pushes.values()}
+    return {(c.rank, coordinator.step) for c in coordinator.open_round.pushes.values()}
 
 
 def test_the_summary_has_all_counters_by_rank_and_is_json():

@@ -75,7 +75,7 @@ def test_a_hello_changed_on_the_way_changes_the_digest():
 def test_tokens_on_both_sides_of_the_shortest():
     assert check_token("x" * MIN_TOKEN_CHARACTERS, "file") == b"x" * MIN_TOKEN_CHARACTERS
     with pytest.raises(
-        ConfigurationError, match=r"tokens\.txt has 21 characters; at least 22.*weighmaster-ps token"
+        ConfigurationError, match=r"tokens\.txt has 21 characters; at least 22.*the server's sub-command `token`"
     ):
         check_token("x" * (MIN_TOKEN_CHARACTERS - 1), "tokens.txt")
 

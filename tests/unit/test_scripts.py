@@ -68,7 +68,7 @@ def test_train_hands_each_option_to_a_program_that_has_it() -> None:
     """What train.sh keeps for the workers, they have; all else of theirs is the server's too, or set by it."""
     case = re.search(r"--workers \| --steps[^)]*\)", TRAIN)
     assert case is not None
-    kept = set(re.findall(r"--[a-z-]+", case[0])) - {"--workers", "--steps", "--run-dir", "--aggregation"}
+    kept = set(re.findall(r"--[a-z-]+", case[0])) - {"--workers", "--steps", "--run-dir", "--mode", "--aggregation"}
     assert kept == {
         "--fault",
         "--model",

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from protocol.errors import NetworkError
 from ps.__main__ import _warn_of_exposure
 from ps.config import ServerConfig
 from ps.console import Console
-from ps.coordinator import Phase
-from ps.server import WAITING_S, ParameterServer
+from ps.policy import Phase
+from ps.server import MAX_UNPROVEN, TICK_S, WAITING_S, ParameterServer
 
 
 def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog):
@@ -26,6 +27,32 @@ def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog)
         assert not caplog.messages
         server._say_whom_we_wait_for(run.step + WAITING_S)
     assert caplog.messages == [f"round {run.step} waits"]
+
+
+def test_a_server_short_of_descriptors_pauses_and_says_so_once(caplog):
+    class Listener:
+        def accept(self, timeout_s):
+            raise NetworkError("a caller cannot be answered: Too many open files")
+
+    class Dismissed:
+        def __init__(self):
+            self.pauses = []
+
+        def is_set(self):
+            return len(self.pauses) == 3
+
+        def wait(self, timeout_s):
+            self.pauses.append(timeout_s)
+
+    config = ServerConfig(workers=2, steps=100)
+    server = ParameterServer(config, Console(100, io.StringIO(), interactive=False), epoch=5)
+    server._dismissed = Dismissed()
+    with caplog.at_level(logging.INFO, "weighmaster.ps"):
+        server._accept(Listener())
+    assert server._dismissed.pauses == [TICK_S] * 3
+    assert len(caplog.messages) == 1
+    assert "cannot take more connections for now" in caplog.messages[0]
+    assert all(server._unproven.acquire(blocking=False) for _ in range(MAX_UNPROVEN))
 
 
 @pytest.mark.parametrize(

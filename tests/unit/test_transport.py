@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -432,6 +434,25 @@ def test_accept_ends_with_its_time_or_its_wake(wake, beside):
         waiting = beside(listener.accept, LONG_S, wake)
         wake.set()
         assert waiting.result(LONG_S / 2) is None
+
+
+def test_a_shortage_of_descriptors_is_told_and_does_not_look_like_a_caller_who_has_gone():
+    """Whoever asks again at once would spin: the connection that waits makes every poll return."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listening() as listener:
+        caller = connect(listener.address, LONG_S)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            with pytest.raises(NetworkError, match="a caller cannot be answered: Too many open files"):
+                listener.accept(LONG_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        called = listener.accept(LONG_S)
+        assert called is not None, "it has waited"
+        caller.close()
+        called.close()
 
 
 def test_each_side_names_the_other():

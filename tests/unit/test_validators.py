@@ -3,9 +3,9 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
-from ps.coordinator import Phase
 from ps.instructions import AskInitial, CloseRound, Drop, Reply
 from ps.members import Contested, Denied, Granted, Registry
+from ps.policy import Phase
 from ps.validation import ValidatedRounds
 from tests.unit.course import NAN, Client, Run, replies, texts
 
@@ -97,7 +97,7 @@ def test_the_start_waits_for_the_validator_and_asks_it_for_the_initial_values():
     )
     run.join(zero), run.join(one)
     assert run.coordinator.phase is Phase.GATHERING
-    assert "the start waits for a validator since" in run.coordinator.waiting_for(run.now)
+    assert "the start waits for a validator" in run.coordinator.waiting_for(run.now)
     run.join(judge)
     assert run.of(AskInitial) == [AskInitial(judge.session)]
 

@@ -181,7 +181,7 @@ def test_an_empty_tf_config_says_nothing(text: str, monkeypatch: pytest.MonkeyPa
         (tf_config(CLUSTER, "worker", True), "number from 0"),
         (tf_config(CLUSTER, "chief", 1), "no chief, worker or evaluator"),
         (tf_config(CLUSTER, "master", 0), "no chief, worker or evaluator"),
-        (tf_config(CLUSTER, "ps", 0), "start weighmaster-ps"),
+        (tf_config(CLUSTER, "ps", 0), "start the server (`python -m ps`)"),
         ('{"task": {"type": ["worker"]}}', "no chief, worker or evaluator"),
         (tf_config({"worker": ["a:1"]}), "lists no 'ps'"),
     ],

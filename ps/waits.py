@@ -1,0 +1,119 @@
+"""What is said of waits: for whom, since when, and who did not come. Pure words over the state of a run."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ps.members import Member, name_ranks
+from ps.policy import Phase
+
+if TYPE_CHECKING:
+    from ps.course import Course
+
+
+def waiting_for(run: "Course", now: float) -> str:
+    """Say in words for whom a run waits and since when; empty if for nobody."""
+    since = _since(now - run.phase_began)
+    match run.phase:
+        case Phase.GATHERING:
+            return f"the start waits for {missing(run)}{since}"
+        case Phase.INITIALISING:
+            return f"the start waits for the initial values of {asked(run)}{since}"
+        case Phase.RUNNING:
+            return _round_waits_for(run, now)
+        case Phase.DRAINING:
+            absent = run.registry.active()
+            whom = [name_ranks(absent)] if absent else []
+            whom += [validator.label for validator in run.registry.live_validators()]
+            whom += ["an evaluator"] if run.registry.evaluators or run.evaluator_missing() else []
+            return f"the end waits for the goodbye of {' and of '.join(whom)}{since}"
+    return ""
+
+
+def _round_waits_for(run: "Course", now: float) -> str:
+    absent = run.absent()
+    lost_at = {rank: at for rank in absent if (at := run.registry.members[rank].lost_at) is not None}
+    began, name = run.open_round.began, f"round {run.step}"
+    if began is None and not lost_at:
+        since = _since(now - run.open_round.opened)
+        return f"{name} has no push yet,{since}" if since else ""
+    if began is not None and not absent:
+        labels = [validator.label for validator in run.awaited_validators()]
+        return f"{name} waits for {' and '.join(labels)}{_since(now - began)}"
+    began_at = began if began is not None else min(lost_at.values())
+    whom = absent if began is not None else sorted(lost_at)
+    text = f"{name} waits for {name_ranks(whom)}{_since(now - began_at)}"
+    if lost_at:
+        left_s = max(0.0, min(lost_at.values()) + run.policy.rejoin_timeout_s - now)
+        text += f" ({name_ranks(sorted(lost_at))} lost, may return within {left_s:.0f} s)"
+    return text
+
+
+def _since(seconds: float) -> str:
+    """Return ` since 12 s`, or nothing when that would be 0 s."""
+    return f" since {seconds:.0f} s" if round(seconds) else ""
+
+
+def missing(run: "Course") -> str:
+    """Name the ranks, and count the validators, that the start waits for."""
+    ranks = run.registry.missing()
+    short = run.policy.validators - len(run.registry.live_validators())
+    judges = ["a validator" if short == 1 else f"{short} validators"] if short > 0 else []
+    return " and ".join([*([name_ranks(ranks)] if ranks else []), *judges])
+
+
+def asked(run: "Course") -> str:
+    """Name who was asked for the initial values."""
+    member = None if run.asked is None else run.registry.of(run.asked)
+    return member.label if member is not None else "a worker"
+
+
+def not_come(run: "Course") -> str:
+    """Say why a run ends whose start has waited too long."""
+    return (
+        f"{missing(run)} did not come within {run.policy.start_timeout_s:g} s; "
+        "start what is missing, or allow more with --start-timeout"
+    )
+
+
+def lost(run: "Course", member: Member, is_validator: bool, now: float) -> str:
+    """Say that a connection was lost, and how long it may be away."""
+    if is_validator:
+        then = f"the next round to validate waits for it, but not longer than {run.policy.round_timeout_s:g} s"
+        return f"{member.label} is lost: {member.lost_reason}; {then}"
+    times = run.open_round.losses.get(member.rank, [])
+    if len(times) < 2:
+        then = f"it may return within {run.policy.rejoin_timeout_s:g} s"
+        return f"{member.label} is lost: {member.lost_reason}; {then}"
+    left_s = max(0.0, times[0] + run.policy.rejoin_timeout_s - now)
+    return (
+        f"{member.label} is lost for the {_ordinal(len(times))} time in round {run.step}: {member.lost_reason}; "
+        f"it may return within {left_s:.0f} s"
+    )
+
+
+def not_returned(run: "Course", member: Member) -> str:
+    """Say why a run ends that has waited too long for a rank's return."""
+    timeout, times = f"{run.policy.rejoin_timeout_s:g} s", run.open_round.losses.get(member.rank, [])
+    if len(times) < 2:
+        how = f"was lost at step {run.step} ({member.lost_reason})"
+        return f"{member.label} {how} and has not returned within {timeout}"
+    return (
+        f"{member.label} was lost {len(times)} times in round {run.step} (at last: {member.lost_reason}) "
+        f"and has not pushed within {timeout} of the first; look at its log"
+    )
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def without_leave(run: "Course") -> Iterator[str]:
+    """Say of each client that still is there, or is expected, that it did not take leave."""
+    absent = run.registry.active()
+    names = [name_ranks(absent)] if absent else []
+    names += [validator.label for validator in run.registry.live_validators()]
+    names += ["an evaluator"] if run.registry.evaluators else []
+    for name in names:
+        yield f"{name} did not take leave after the last step"
+    if run.evaluator_missing():
+        yield "an evaluator did not come in time to measure the final values"

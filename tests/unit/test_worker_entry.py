@@ -1,0 +1,97 @@
+"""How a worker's process begins: what it calls itself, and that a signal which comes early is one sentence."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import worker.__main__
+from worker import command_line
+from worker.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WHILE_IMPORTING = """
+import importlib.abc, os, signal, sys
+from worker.__main__ import main
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), SIGNAL)
+            try:
+                for _ in range(1000):  # the handler runs between two of these
+                    pass
+            except Exception:  # as libraries do round an import that is optional
+                pass
+
+assert MODULE not in sys.modules
+sys.meta_path.insert(0, Interrupts())
+sys.exit(main(["--dry-run"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("module", ["worker.command_line", "numpy", "worker.job", "tensorflow"])
+def test_a_signal_while_modules_are_imported_is_one_sentence(number: int, module: str) -> None:
+    """No traceback, and nothing that is being imported can swallow it."""
+    program = f"MODULE = {module!r}\nSIGNAL = {int(number)}\n{WHILE_IMPORTING}"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.stderr == f"weighmaster-worker: interrupted by {signal.Signals(number).name}\n"
+    assert ended.returncode == 128 + number
+    said = "loading TensorFlow, which takes some seconds\n" if module == "tensorflow" else ""
+    assert ended.stdout[len("12:34:56 ") :] == said
+
+
+def test_next_to_nothing_is_imported_before_signals_are_dealt_with() -> None:
+    program = "import sys, worker.__main__; print(*(name for name in sys.modules if '.' not in name))"
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert not {"numpy", "msgpack", "click", "cloup", "sklearn", "tensorflow"} & set(shown.stdout.split())
+
+
+def test_what_the_package_offers_is_there_when_it_is_asked_for() -> None:
+    """The names load late; one that does not exist is an error like any other."""
+    assert set(worker.__all__) <= set(dir(worker))
+    assert worker.connect.__module__ == "worker.client"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = worker.nonsense
+
+
+def test_both_modules_give_the_program_one_name() -> None:
+    assert worker.__main__.PROGRAM == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("script", "path", "words"),
+    [
+        ("", "/somewhere/worker/__main__.py", "python -m worker"),
+        ("", "/somewhere/bin/weighmaster-worker", "weighmaster-worker"),
+        ("scripts/launch_worker.sh", "/somewhere/worker/__main__.py", "scripts/launch_worker.sh"),
+    ],
+    ids=["module", "command", "script"],
+)
+def test_advice_names_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, path: str, words: str
+) -> None:
+    """The command `weighmaster-worker` is not on the path of whoever works in a checkout."""
+    monkeypatch.setenv(STARTED_AS, script)
+    monkeypatch.setattr(command_line.sys, "argv", [path])
+    assert invocation() == words
+    assert execute(build_command(lambda _: 0), ["--nonsense"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("weighmaster-worker: ")
+    assert error.endswith(f"See `{words} --help`.")
+    assert execute(build_command(lambda _: 0), ["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {words} [OPTIONS]")
+
+
+def test_the_scripts_tell_what_was_typed() -> None:
+    """What the environment is to say is spelled alike on both sides."""
+    for name in ("launch_worker.sh", "train.sh"):
+        assert f"export {STARTED_AS}=" in (ROOT / "scripts" / name).read_text()
