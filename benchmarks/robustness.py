@@ -9,6 +9,8 @@ of a small perceptron in NumPy. Cells that are in the file are not run again.
 """
 
 import queue
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -177,6 +179,7 @@ def main(
     path: Path | None, report_dir: Path, **chosen: Sequence[int] | Sequence[str] | int,
 ) -> None:  # fmt: skip
     """Measure aggregation rules against bad workers, with real processes."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         file = ResultFile(path)
         if only_report:

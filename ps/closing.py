@@ -63,7 +63,7 @@ class RoundCloser:
 
     Attributes:
         rule: judges each round.
-        unapplied: rounds in a row of which the rule applied nothing.
+        unapplied: rounds in a row of which the rule applied nothing, those judged by an old reference left out.
     """
 
     def __init__(self, rule: Rule, schedule: Schedule, clip_worker_norm: float | None = None) -> None:
@@ -96,7 +96,8 @@ class RoundCloser:
         weights = decision.weights.tolist()
         counted = {rank: weight for rank, weight in zip(view.ranks, weights, strict=True) if weight > 0}
         if not counted:
-            self.unapplied += 1
+            # A reference that has grown old may agree with nobody for a while: only fresh ones tell of a dead end.
+            self.unapplied += fresh or not self._references
             store.skip()
             return Closed(view, decision, counted, fresh)
         self.unapplied = 0

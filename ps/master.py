@@ -163,43 +163,41 @@ class Master:
         self._to_learn = None
         draws = self._draw()
         self._learned += 1
-        if self._memory.count:
-            memory = self._memory
-            present = np.zeros(ledger.serials.size, bool)
-            present[rows] = True
+        memory = self._memory
+        if memory.count:
             self._reputation_adam.first, self._reputation_adam.second = ledger["first"], ledger["second"]
-            for draw in draws:
-                entries = memory.entries(draw)
-                members = memory.rows[entries].ravel()
-                known = (ledger.serials[members] == memory.serials[entries].ravel()).astype(np.float64)
-                self._train(entries, members, known / max(float(known.sum()), 1.0), present)
+            entries = memory.entries(draws)
+            members = memory.rows[entries].reshape(STEPS_PER_ROUND, -1)
+            known = (ledger.serials[members] == memory.serials[entries].reshape(members.shape)).astype(np.float64)
+            known /= np.maximum(known.sum(axis=1, keepdims=True), 1.0)
+            loudness = memory.loudness[entries].reshape(members.shape)
+            anchors = memory.anchors[entries].reshape(members.shape)
+            squares = loudness * loudness
+            targets = (squares * (loudness > 0.0) + 1.0 / (1.0 + np.exp(-anchors))) * known
+            factors = (squares + 1.0) * known
+            features = memory.features[entries].reshape(*members.shape, -1)
+            for batch in zip(features, members, anchors, factors, targets, strict=True):
+                self._train(*batch, rows)
         ledger["reputation"][rows] *= REPUTATION_KEPT
 
     def _train(
-        self,
-        entries: Rows,
-        members: Rows,
-        counts: Vector,
-        present: NDArray[np.bool_],
+        self, x: Matrix, members: Rows, anchors: Vector, factors: Vector, targets: Vector, present: Rows
     ) -> None:
-        """Take one step of Adam on a batch of remembered rounds; reputations of the absent stay as they are."""
-        memory, network = self._memory, self.network
-        reputation = self.evidence.ledger["reputation"]
-        x = memory.features[entries].reshape(members.size, -1)
-        loudness = memory.loudness[entries].ravel()
-        anchors = memory.anchors[entries].ravel()
+        """Take one step of Adam; reputations of those who are not in `rows`, the absent, stay as they are.
+
+        The slope of a worker's loss by its logit is `factor * share - target`.
+        """
+        network, reputation = self.network, self.evidence.ledger["reputation"]
         activations, output = network.forward(x)
         share = 1.0 / (1.0 + np.exp(-(anchors + output[:, 0] + reputation[members])))
-        slope = loudness * loudness * (share - (loudness > 0.0)) + share - 1.0 / (1.0 + np.exp(-anchors))
-        slope *= counts
+        slope = factors * share - targets
         gradient = network.backward(x, activations, slope[:, None])
         gradient += PENALTY * network.parameters
         self._adam.step(network.parameters, gradient)
         network.output_kernel *= OUTPUT_KEPT
-        rows = np.flatnonzero(present)
-        slopes = np.bincount(members, slope, present.size)[rows] + PENALTY * reputation[rows]
-        self._reputation_adam.step(reputation, slopes, rows)
-        reputation[rows] *= OUTPUT_KEPT
+        slopes = np.bincount(members, slope, reputation.size)[present] + PENALTY * reputation[present]
+        self._reputation_adam.step(reputation, slopes, present)
+        reputation[present] *= OUTPUT_KEPT
 
     def _draw(self) -> Matrix:
         """Return numbers in [0, 1), [STEPS_PER_ROUND, DRAWN]: a pure function of the seed and the round."""
@@ -318,11 +316,16 @@ class _Memory:
         self.anchors = np.pad(self.anchors, pad)
         self.loudness = np.pad(self.loudness, pad)
 
-    def entries(self, draw: Vector) -> Rows:
-        """Return the places of a batch: the newest rounds, and one drawn by each number in [0, 1)."""
-        newest = self._next - 1 - np.arange(min(NEWEST, self.count))
-        drawn = self._next - 1 - (draw * self.count).astype(np.intp)
-        return np.concatenate([newest, drawn]) % self._size
+    def entries(self, draws: Matrix) -> Rows:
+        """Return the places of some batches, [steps, entries]: the newest rounds, and others drawn.
+
+        Args:
+            draws: [steps, DRAWN], numbers in [0, 1).
+        """
+        newest = np.broadcast_to(np.arange(min(NEWEST, self.count)), (len(draws), min(NEWEST, self.count)))
+        back = np.concatenate([newest, (draws * self.count).astype(np.intp)], axis=1)
+        places: Rows = (self._next - 1 - back) % self._size
+        return places
 
     def state(self) -> dict[str, Any]:
         """Return the ring as arrays and plain numbers."""

@@ -39,18 +39,17 @@ class TwoLayerNetwork:
         self, inputs: int, hidden: int, outputs: int, *, activation: Activation, output_bias: bool = True
     ) -> None:
         self.activation = activation
-        self._shapes = ((inputs, hidden), (hidden,), (hidden, outputs), (outputs if output_bias else 0,))
-        self.parameters: Vector = np.zeros(sum(int(np.prod(shape)) for shape in self._shapes))
+        biases = outputs if output_bias else 0
+        ends = np.cumsum([inputs * hidden, hidden, hidden * outputs, biases]).tolist()
+        self._parts = tuple(slice(start, end) for start, end in zip([0, *ends], ends, strict=False))
+        self._shapes = ((inputs, hidden), (hidden, outputs))
+        self.parameters: Vector = np.zeros(ends[-1])
         self.hidden_kernel, self.hidden_bias, self.output_kernel, self.output_bias = self._views(self.parameters)
 
     def _views(self, flat: Vector) -> tuple[Matrix, Vector, Matrix, Vector]:
-        views = []
-        start = 0
-        for shape in self._shapes:
-            stop = start + int(np.prod(shape))
-            views.append(flat[start:stop].reshape(shape))
-            start = stop
-        return views[0], views[1], views[2], views[3]
+        kernel, bias, output_kernel, output_bias = self._parts
+        hidden, outputs = self._shapes
+        return flat[kernel].reshape(hidden), flat[bias], flat[output_kernel].reshape(outputs), flat[output_bias]
 
     def forward(self, x: Matrix) -> tuple[Matrix, Matrix]:
         """Return the hidden layer's activations [rows, hidden], which `backward` needs, and the outputs.
@@ -84,14 +83,14 @@ class TwoLayerNetwork:
         hidden_kernel, hidden_bias, output_kernel, output_bias = self._views(gradient)
         np.matmul(activations.T, output_gradient, out=output_kernel)
         if output_bias.size:
-            np.sum(output_gradient, axis=0, out=output_bias)
+            output_gradient.sum(axis=0, out=output_bias)
         inner = output_gradient @ self.output_kernel.T
         if self.activation is Activation.TANH:
             inner *= 1.0 - activations * activations
         else:
             inner *= activations > 0.0
         np.matmul(x.T, inner, out=hidden_kernel)
-        np.sum(inner, axis=0, out=hidden_bias)
+        inner.sum(axis=0, out=hidden_bias)
         return gradient
 
 

@@ -539,9 +539,11 @@ class ParameterServer:
 
     def part_of(self, session: Session, buffer: memoryview) -> list[memoryview]:
         """Return the pieces of values that a client gets: all, or a member's part."""
+        if self._ensemble is None or self._ensemble.store is None:
+            return [buffer]
         with self._lock:
             member = self._coordinator.registry.of(session.number)
-        if self._ensemble is None or self._ensemble.store is None or member is None:
+        if member is None:  # its connection has been replaced, and what is sent will not arrive
             return [buffer]
         return self._ensemble.store.part_of(buffer, member.rank)
 

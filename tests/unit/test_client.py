@@ -705,3 +705,25 @@ def test_addresses(text, address):
 def test_what_is_no_address_is_refused_with_an_example(text):
     with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:5014|\[::1\]:5014"):
         parse_address(text)
+
+
+# ---- ensembles -----------------------------------------------------------------------------------------
+
+
+def test_what_only_a_member_says_is_refused_by_itself_in_mode_shared(scripted):
+    """Nothing of it reaches the server, which would cut the connection."""
+
+    def play(peer):
+        peer.welcomes().hears(Pull)
+        peer.answers(0)
+        peer.hears(Bye)
+
+    logits, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)
+    with joined(scripted(play)) as server:
+        server.pull()
+        with pytest.raises(LocalProtocolError, match="in ensemble mode, and with none in other modes"):
+            server.push(VARIABLES, labels=labels)
+        with pytest.raises(LocalProtocolError, match="does not weigh single examples"):
+            server.weigh(logits, labels)
+        with pytest.raises(LocalProtocolError, match="only a member"):
+            server.vote(logits, labels)
