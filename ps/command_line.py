@@ -138,7 +138,7 @@ _OPTION_GROUPS = (
     ),
     cloup.option_group(
         "Gradients",
-        _option("aggregation", "Rule that makes one gradient of all"),
+        _option("aggregation", "Rule that makes one gradient of all; an ensemble has master alone"),
         _option("mean_over", "mean, clipped_mean: what counts the same: each worker, or each example"),
         _option(
             "faulty_workers",
@@ -272,6 +272,11 @@ def build_command(serve: Callable[[ServerConfig], int], make_token: Callable[[To
         Time-outs are seconds. The command line wins over the environment.
         """
         if context.invoked_subcommand is None:
+            if (
+                values["mode"] == "ensemble"
+                and context.get_parameter_source("aggregation") is ParameterSource.DEFAULT
+            ):
+                values["aggregation"] = "master"  # an ensemble has no other
             return serve(_configuration(values))
         for name in values:
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -20,6 +20,9 @@ import numpy as np
 
 from protocol.errors import LocalProtocolError
 from ps.aggregation import Decision, Need, RoundView
+from ps.alarm import FIELDS as ALARM_FIELDS
+from ps.alarm import Alarm, changed
+from ps.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
 from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up, weighted_median
 from ps.ledger import Ledger, Matrix, Rows, Vector
 
@@ -59,12 +62,6 @@ BOUND_MOST = 10.0
 """Norm bound in units of tau, at most."""
 BOUND_GROWTH = 1.05
 """Growth of the bound per round: a wrongly trusted huge gradient must not pass before it is found out."""
-CLAIM_RATE = 0.05
-"""Rate of the running mean of claimed accuracies."""
-CLAIM_FLOOR = 0.3
-"""Part of the best claimed accuracy at which trust is 0; full trust begins at twice that."""
-CLAIM_WARM_UP = 40
-"""Rounds without a validator in which everybody is trusted: rare classes take that long to be learned."""
 TINY = 1e-300
 
 FIELDS: Mapping[str, float] = {
@@ -76,6 +73,7 @@ FIELDS: Mapping[str, float] = {
     "noise": 0.0,  # variance of b
     "weight": 0.0,  # running mean of the weight
     "claim": math.nan,  # running mean of the claimed accuracy
+    **ALARM_FIELDS,
 }
 """Remembered by name, with start values; the pairs of the ledger hold the running mean of the Gram matrix."""
 
@@ -124,6 +122,7 @@ class Evidence:
         self._silent_rounds = 0  # since the last validation
         self._rounds = 0
         self._bound = BOUND_START
+        self._alarm = Alarm()
         warm_up()
 
     @property
@@ -135,6 +134,14 @@ class Evidence:
     def validated(self) -> bool:
         """Whether a validator judges, or is awaited."""
         return self._validated
+
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the last rounds look so bad that the next should be validated more likely than usual.
+
+        The server should then draw it with probability 1/2: certainty could be foreseen.
+        """
+        return self._validated and self._alarm.raised
 
     def coefficients(self, view: RoundView) -> Vector:
         """Return the c_j [W] of the total to measure where the whole Gram matrix is too dear: `sum_j c_j g_j`.
@@ -199,8 +206,19 @@ class Evidence:
         self._silent_rounds += 1
         if not self._validated:
             self._absorb_claims(standing, view)
-        elif standing.agreement is not None:
+            return
+        self._notice_changes(standing)
+        if standing.agreement is not None:
             self._absorb_agreement(standing, standing.agreement)
+
+    def _notice_changes(self, standing: Standing) -> None:
+        """Let the record of a worker that has changed its ways count no more; its trust holds until it is judged."""
+        rows = standing.rows[changed(self.ledger, standing.rows, standing.norms / standing.unit)]
+        if rows.size:
+            for field in ("validations", "recent", "recent_share", "noise"):
+                self.ledger[field][rows] = FIELDS[field]
+            if self.ledger["weight"][rows].any():
+                self._alarm.ring()
 
     def _absorb_agreement(self, standing: Standing, agreement: Vector) -> None:
         loudest = float(np.abs(agreement).max(initial=0.0))
@@ -283,6 +301,12 @@ class Evidence:
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered = self.ledger["weight"]
         remembered[standing.rows] += rate * (kept - remembered[standing.rows])
+        if self._validated and total > 0.0:
+            losses = np.array(view.losses)[standing.positions]
+            logarithms = np.log(np.maximum(standing.norms, TINY))
+            on = kept > 0.0
+            loss, log_length = float(kept[on] @ losses[on]), float(kept @ logarithms)
+            self._alarm.observe(loss, log_length, standing.agreement is not None)
         fallback = "" if standing.judged else "no validator has sent a gradient yet: the clipped mean was applied"
         return Decision(weights, factors, fallback=fallback)
 
@@ -351,6 +375,7 @@ class Evidence:
             "silent_rounds": self._silent_rounds,
             "rounds": self._rounds,
             "bound": self._bound,
+            "alarm": self._alarm.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -362,27 +387,7 @@ class Evidence:
         self._silent_rounds = int(state["silent_rounds"])
         self._rounds = int(state["rounds"])
         self._bound = float(state["bound"])
-
-
-def claimed_accuracies(view: RoundView, positions: Rows) -> Vector:
-    """Return what the ranks at `positions` claim, [U] in [0, 1], NaN where nothing is known.
-
-    That is their accuracies, or exp(-loss) for all of them if one has no accuracy.
-    """
-    claims = np.array(view.accuracies, np.float64)[positions]
-    if not np.isfinite(claims).all():
-        losses = np.array(view.losses, np.float64)[positions]
-        claims = np.exp(-np.maximum(losses, 0.0))  # an infinite loss is an accuracy of 0
-    return np.minimum(np.maximum(claims, 0.0), 1.0)
-
-
-def trust_by_claims(claims: Vector) -> Vector:
-    """Return the trust [n] in [0, 1] that claimed accuracies [n] earn, each against the best; NaN earns all."""
-    best = np.nanmax(claims, initial=0.0)
-    if best == 0.0:
-        return np.ones(claims.size)
-    trust: Vector = np.nan_to_num(np.clip((claims / best - CLAIM_FLOOR) / CLAIM_FLOOR, 0.0, 1.0), nan=1.0)
-    return trust
+        self._alarm.restore(state["alarm"])
 
 
 def _usable(view: RoundView) -> Rows:

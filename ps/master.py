@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.aggregation import Decision, Need, RoundView
-from ps.evidence import TRUST_GAIN, Evidence, Standing, claimed_accuracies
+from ps.claims import claimed_accuracies
+from ps.evidence import TRUST_GAIN, Evidence, Standing
 from ps.ledger import Matrix, Rows, Vector
 from ps.network import Activation, Adam, TwoLayerNetwork
 
@@ -93,6 +94,11 @@ class Master:
     def needs(self) -> frozenset[Need]:
         """Inner products among the gradients, with the validator's and with the optimizer's first moment."""
         return self.evidence.needs | {Need.MOMENTUM}
+
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the next round should be validated more likely than usual, see `Evidence.wants_validation`."""
+        return self.evidence.wants_validation
 
     def coefficients(self, view: RoundView) -> Vector:
         """Return the coefficients [W] of the total to measure where W is large, see `Evidence.coefficients`."""

@@ -34,7 +34,7 @@ def make_run_directory(path: Path) -> None:
     problem = ""
     if stat.S_ISLNK(status.st_mode):
         problem = "is a link: name the directory itself"
-    elif status.st_uid != os.geteuid():
+    elif os.geteuid() not in (0, status.st_uid):  # root in a container works in directories of the host's users
         problem = "belongs to somebody else: name one of your own"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problem = f"can be written by others: `chmod go-w {path}` first"

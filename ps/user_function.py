@@ -110,9 +110,7 @@ def _import_file(path: Path, spec: str) -> ModuleType:
 
 def _reason(error: BaseException, path: Path) -> str:
     """Return `KeyError at line 12: 'x'`, with the deepest line of the user's own file."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = shortened(error.msg if isinstance(error, SyntaxError) else str(error))
     return f"{type(error).__name__}{f' at line {line}' if line else ''}: {text or 'no message'}"

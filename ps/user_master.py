@@ -121,20 +121,18 @@ class UserMaster(Master):
         if self._to_learn is None:
             return
         self._to_learn = None
-        draws = self._draw()[0, :DRAWN_PER_ROUND]
+        draws = self._draw()[:1, :DRAWN_PER_ROUND]
         self._learned += 1
         if not (self._memory.count and self.graph.variables):
             return
-        newest, drawn = self._memory.entries(draws)[[0]], self._memory.entries(draws)[-DRAWN_PER_ROUND:]
-        for entry in (*newest.tolist(), *drawn.tolist()):
+        places = self._memory.entries(draws)[0].tolist()
+        for entry in (places[0], *places[-DRAWN_PER_ROUND:]):
             self._learn_round(entry)
 
     def _learn_round(self, entry: int) -> None:
         """Take one step on a remembered round, each name in the row of the rank that it has now."""
         memory = self._memory
-        ranks = np.array(
-            [self._rank_of.get(serial, -1) for serial in memory.serials[entry].tolist()], np.intp
-        )
+        ranks = np.array([self._rank_of.get(serial, -1) for serial in memory.serials[entry].tolist()], np.intp)
         known = np.flatnonzero(ranks >= 0)
         if known.size < 2:
             return
@@ -195,9 +193,7 @@ class _EvidenceForWeights(Evidence):
         everybody, factors = np.zeros(len(view.usable)), np.ones(len(view.usable))
         everybody[standing.positions] = weights
         bound = self._norm_bound(standing, weights * (weights >= 0.5 * weights.max()))
-        factors[standing.positions] = np.maximum(
-            np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY
-        )
+        factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
         remembered = self.ledger["weight"]
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered[standing.rows] += rate * (weights - remembered[standing.rows])

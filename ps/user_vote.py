@@ -73,9 +73,7 @@ class UserVote:
             weights = np.where(total > 0.0, weights / np.where(total > 0.0, total, 1.0), equal)
         return weights
 
-    def learn(
-        self, logits: Matrix, labels: NDArray[np.int32], present: NDArray[np.bool_], rate: float
-    ) -> float:
+    def learn(self, logits: Matrix, labels: NDArray[np.int32], present: NDArray[np.bool_], rate: float) -> float:
         """Take one step of Adam down `mean((weights - correct)^2)`; missing members add nothing.
 
         Args:

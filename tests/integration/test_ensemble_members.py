@@ -125,3 +125,24 @@ def test_an_evaluator_is_refused(processes, ensemble):
     server = start()
     command = ("-m", "worker", "--ps", server.address, "--role", "evaluator", "--threads", 1)
     processes.python("evaluator", *command).fails(3, "takes no evaluator", "measure themselves")
+
+
+MASTER = """
+import tensorflow as tf
+
+def doubting(features, num_workers):
+    kernel = tf.Variable(tf.zeros([features.shape[1], num_workers]))
+    return tf.sigmoid(tf.matmul(features, kernel)) * tf.constant([0.8, 0.2, 0.2])
+"""
+
+
+@BOTH
+def test_a_master_of_the_users_own_weighs_the_members(ensemble, tmp_path, weighting):
+    """Untrained it gives 0.4, 0.1 and 0.1; member 0 is right as often as the others."""
+    start, member = ensemble
+    (tmp_path / "mine.py").write_text(MASTER)
+    server = start(weighting=weighting, master=f"{tmp_path / 'mine.py'}:doubting")
+    ended(server, [member(server, rank) for rank in range(MEMBERS)])
+    weights = [list(line["weights"].values()) for line in rounds(server)]
+    np.testing.assert_allclose(weights[0], [0.4, 0.1, 0.1], atol=1e-6)
+    assert not np.allclose(weights[0], weights[-1], atol=1e-3), "it has not learned"

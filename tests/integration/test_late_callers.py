@@ -33,10 +33,18 @@ def ending(tmp_path, monkeypatch, end):
     server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
     listener = server.listen()
     address, finishes = str(listener.address), []
+    accepted, start = threading.Event(), server._start_session
+
+    def start_session(number, channel):
+        start(number, channel)
+        accepted.set()
+
+    monkeypatch.setattr(server, "_start_session", start_session)
     running = threading.Thread(target=lambda: finishes.append(server.run(listener)), name="server")
     running.start()
     with socket.create_connection((listener.address.host, listener.address.port)):
         try:
+            assert accepted.wait(PATIENCE_S)
             end(server, address)
             assert server._ended.wait(PATIENCE_S)
             yield SimpleNamespace(address=address, finishes=finishes)

@@ -102,7 +102,7 @@ def test_a_signal_ends_all(train, record_property, number):
     script = train("--workers", 1, "--steps", 1_000_000)
     if number is signal.SIGINT:
         script.process.says("step [1-9]")
-        assert len(script.members()) == 4  # the script, a server, a worker, an evaluator
+        assert len(script.members()) == 5  # the script, a server, a worker, a validator, an evaluator
     else:
         script.process.says("load TensorFlow first")
     began = time.monotonic()

@@ -1,5 +1,6 @@
 """The worker's client against a server that plays a script: one function per connection, over loopback."""
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.arena import Arena
+from protocol.ensemble import Answers, Weighting, as_member, labels_digest, side_views
 from protocol.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -27,6 +29,7 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     Initial,
+    Logits,
     Offer,
     Proof,
     Pull,
@@ -37,7 +40,9 @@ from protocol.messages import (
     ServerProof,
     Side,
     Status,
+    TestLogits,
     Values,
+    Weights,
     Welcome,
 )
 from protocol.proof import NO_PROOF, prove
@@ -93,7 +98,7 @@ class Peer:
         self.greet(epoch, step, rank, interval, manifest)
         return self
 
-    def greet(self, epoch=EPOCH, step=0, rank=0, interval=5.0, manifest=MANIFEST):
+    def greet(self, epoch=EPOCH, step=0, rank=0, interval=5.0, manifest=MANIFEST, mode="shared", weighting=""):
         self.link.send(
             Welcome(
                 epoch=epoch,
@@ -105,11 +110,12 @@ class Peer:
                 threads=3,
                 workers=2,
                 shards=4,
-                mode="shared",
+                mode=mode,
                 codec="raw",
                 heartbeat_interval=interval,
                 heartbeat_timeout=WAIT_S,
                 manifest=manifest.to_wire(),
+                weighting=weighting,
             )
         )
         self.link.connection.agree(LAYOUT)
@@ -709,21 +715,125 @@ def test_what_is_no_address_is_refused_with_an_example(text):
 
 # ---- ensembles -----------------------------------------------------------------------------------------
 
+ANSWERS = Answers(4, 3, "float32", 2)
+LOGITS, LABELS = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([2, 0, 1, 2], np.int32)
 
-def test_what_only_a_member_says_is_refused_by_itself_in_mode_shared(scripted):
+
+def welcomes_member(peer, weighting, epoch=EPOCH):
+    """Go through the handshake in ensemble mode: the member's own variables are called after its rank."""
+    member = as_member(MANIFEST, 0)
+    greet = functools.partial(peer.greet, epoch=epoch, manifest=member, mode="ensemble", weighting=weighting)
+    peer.challenges()
+    peer.hears(Proof)
+    peer.link.send(ServerProof(NO_PROOF))
+    peer.offer = peer.hears(Offer)
+    greet()
+    layout = Layout.of(member, ANSWERS.push_sides(Weighting(weighting)))
+    peer.link.connection.agree(layout, ANSWERS.payloads(Weighting(weighting)))
+
+
+def side_arrays(peer, layout):
+    payload = np.zeros(peer.link.connection.payload_bytes, np.uint8)
+    peer.link.receive_payload(payload.data)
+    return {name: view.tolist() for name, view in side_views(layout, payload).items()}
+
+
+def send_weights(peer, seq, value=0.5):
+    arena = Arena.zeros(ANSWERS.weights)
+    side_views(ANSWERS.weights, arena.buffer)["weights"][...] = value
+    peer.link.send(Weights(EPOCH, 0, seq), [arena.buffer.data])
+
+
+def test_what_only_a_member_says_is_refused_by_itself_in_mode_shared():
     """Nothing of it reaches the server, which would cut the connection."""
 
-    def play(peer):
+    def script(peer):
         peer.welcomes().hears(Pull)
         peer.answers(0)
         peer.hears(Bye)
 
-    logits, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)
-    with joined(scripted(play)) as server:
+    with ScriptedServer(script) as scripted, join(scripted) as server:
         server.pull()
         with pytest.raises(LocalProtocolError, match="in ensemble mode, and with none in other modes"):
-            server.push(VARIABLES, labels=labels)
+            server.push(gradients(), labels=LABELS)
         with pytest.raises(LocalProtocolError, match="does not weigh single examples"):
-            server.weigh(logits, labels)
+            server.weigh(LOGITS, LABELS)
         with pytest.raises(LocalProtocolError, match="only a member"):
-            server.vote(logits, labels)
+            server.vote(LOGITS, LABELS)
+
+
+def test_a_member_offers_its_answers_and_pushes_them_with_their_digest():
+    """It goes on calling its variables as it does."""
+
+    def script(peer):
+        welcomes_member(peer, "batch")
+        offered = peer.offer
+        assert (offered.examples, offered.classes, offered.logits_dtype) == (4, 3, "float32")
+        assert offered.test_examples == 2
+        peer.hears(Pull)
+        peer.answers(0)
+        push = peer.hears(Push)
+        assert push.labels == labels_digest(LABELS)
+        layout = peer.link.connection.layout
+        assert side_arrays(peer, layout) == {"logits": LOGITS.tolist(), "labels": LABELS.tolist()}
+        peer.answers(1, seq=1, done=True)
+        peer.hears(TestLogits)
+        assert side_arrays(peer, ANSWERS.test) == {"logits": LOGITS[:2].tolist(), "labels": LABELS[:2].tolist()}
+        peer.hears(Bye)
+
+    with ScriptedServer(script) as scripted, join(scripted, answers=ANSWERS) as server:
+        assert server.pull().values.keys() == VARIABLES.keys()
+        with pytest.raises(LocalProtocolError, match="labels go with every push"):
+            server.push(gradients())
+        with pytest.raises(LocalProtocolError, match="needs logits and labels"):
+            server.push(gradients(), labels=LABELS)
+        with pytest.raises(ManifestMismatch, match="'logits'"):
+            server.push(gradients(), logits=LOGITS[:3], labels=LABELS)
+        assert server.push(gradients(), logits=LOGITS, labels=LABELS).done
+        server.vote(LOGITS[:2], LABELS[:2])
+
+
+def test_logits_are_shown_again_over_a_new_connection_with_the_number_of_their_push():
+    def first(peer):
+        welcomes_member(peer, "sample")
+        peer.hears(Pull)
+        peer.answers(0)
+        assert peer.hears(Logits).seq == 1
+        peer.link.abort()
+
+    def second(peer):
+        welcomes_member(peer, "sample")
+        logits = peer.hears(Logits)
+        assert (logits.step, logits.seq, logits.labels) == (0, 1, labels_digest(LABELS))
+        assert side_arrays(peer, ANSWERS.batch)["logits"] == LOGITS.tolist()
+        send_weights(peer, 9, value=0.9)  # of another request: read and passed over
+        send_weights(peer, 1)
+        assert peer.hears(Push).seq == 1
+        peer.link.discard_payload()
+        peer.answers(1, seq=1, done=True)
+        peer.hears(Bye)
+
+    with ScriptedServer(first, second) as scripted, join(scripted, answers=ANSWERS) as server:
+        server.pull()
+        assert server.weigh(LOGITS, LABELS).tolist() == [0.5] * 4
+        assert server.push(gradients(), labels=LABELS).done
+
+
+def test_logits_may_be_answered_with_values_and_their_number_is_spent():
+    def script(peer):
+        welcomes_member(peer, "sample")
+        peer.hears(Pull)
+        peer.answers(0)
+        assert peer.hears(Logits).seq == 1
+        peer.link.discard_payload()
+        peer.answers(3, seq=1, applied=False, reason="too late")
+        assert (message := peer.hears(Logits)).seq == 2 and message.step == 3
+        peer.link.discard_payload()
+        send_weights(peer, 2)
+        peer.hears(Bye)
+
+    with ScriptedServer(script) as scripted, join(scripted, answers=ANSWERS) as server:
+        server.pull()
+        update = server.weigh(LOGITS, LABELS)
+        assert (update.step, update.applied, update.reason) == (3, False, "too late")
+        assert server.weigh(LOGITS, LABELS).shape == (4,)

@@ -95,7 +95,7 @@ def test_side_arrays_are_views_of_the_payload():
     "sizes", [(0, 3, "float32"), (4, 1, "float32"), (4, 3, "float16"), (4, 3, "object"), (4, 3, "int32")]
 )
 def test_what_cannot_be_answered_is_an_error(sizes):
-    with pytest.raises(ValueError, match="cannot be weighted|must be float32 or float64"):
+    with pytest.raises(ValueError, match=r"cannot be weighted|must be float32 or float64"):
         Answers(*sizes)
     with pytest.raises(ValueError):
         Answers.in_offer(Offer(b"", 1, None, *sizes))

@@ -127,7 +127,6 @@ def payload_of(answers, labels):
     return arena.buffer
 
 
-
 LABELS = [0, 1, 2, 0, 1, 2]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import LocalProtocolError
-from ps import evidence
+from ps.claims import CLAIM_WARM_UP
 from ps.evidence import Evidence
 from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, weighted_median
 
@@ -250,6 +250,21 @@ def test_zeros_from_all_break_nothing(validated):
         assert (decision.factors > 0).all()
 
 
+# ---- between validations -----------------------------------------------------------------------------------
+
+
+def test_a_validation_is_wanted_when_the_trusted_gradients_grow_at_once_and_not_in_honest_runs():
+    def wanted(factors, **noisy):
+        rule = Evidence(True)
+        for view in noisy_rounds(100, factors, every=10, **noisy):
+            rule.decide(replace(view, losses=(1.0,) * 5))
+            yield rule.wants_validation
+
+    assert not any(wanted([1.0] * 5))
+    turned = list(wanted(lambda step: [1.0] * 5 if step < 55 else [1.0] + [-5.0] * 4, noise=0.3))
+    assert turned.index(True) == 55
+
+
 # ---- no validator ----------------------------------------------------------------------------------------
 
 
@@ -258,7 +273,7 @@ def test_without_a_validator_claims_count_after_a_warm_up():
     weights = [
         rule.decide(round_view(step, [V, V, ACROSS], accuracies=[0.9, 0.85, 0.1])).weights for step in range(120)
     ]
-    for early in weights[: evidence.CLAIM_WARM_UP]:
+    for early in weights[:CLAIM_WARM_UP]:
         np.testing.assert_allclose(early, [1 / 3] * 3)
     np.testing.assert_allclose(weights[-1], [0.5, 0.5, 0.0], atol=1e-12)
 

@@ -111,7 +111,7 @@ def test_the_table_of_messages():
         assert int(number) == kind
         assert sender == {None: "both", Side.WORKER: "client", Side.SERVER: "server"}[SENDERS[kind]], kind.name
         assert role == (", ".join(ROLES[kind]) if kind in ROLES else "any"), kind.name
-        special = {Kind.PUSH: "payload_bytes"} | {optional: "answers" for optional in OPTIONAL}
+        special = {Kind.PUSH: "payload_bytes"} | dict.fromkeys(OPTIONAL, "answers")
         assert payload == special.get(kind, "values_bytes" if kind in WITH_PAYLOAD else "none")
 
 

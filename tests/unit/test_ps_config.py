@@ -183,7 +183,7 @@ REFUSED = [
     (["--port", "65536"], ["--port", "65535"]),
     (["--beta2", "1"], ["--beta2", "below 1"]),
     (["--seed", "-1"], ["--seed"]),
-    (["--mode", "ensemble"], ["--mode ensemble", "--aggregation mean"]),
+    (["--mode", "ensemble", "--aggregation", "mean"], ["--mode ensemble", "--aggregation mean"]),
     (["--mode", "federated"], ["--mode", "shared", "ensemble"]),
     (["--weighting", "sample"], ["--weighting", "--mode"]),
     (["--head", "sigmoid"], ["--head", "--mode"]),
@@ -365,3 +365,10 @@ def test_a_rule_assumes_as_many_faulty_workers_as_it_stands(rule: str, workers: 
 def test_what_a_rule_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         made(**changes)
+
+
+def test_an_ensemble_has_the_master_without_being_told() -> None:
+    assert parse([*NEEDED, *RUN_DIR, "--mode", "ensemble"]).aggregation == "master"
+    assert parse([*NEEDED, *RUN_DIR]).aggregation == "mean"
+    with pytest.raises(ConfigurationError, match="--mode ensemble and --aggregation mean do not go together"):
+        parse([*NEEDED, *RUN_DIR, "--mode", "ensemble", "--aggregation", "mean"])

@@ -149,9 +149,7 @@ def test_a_function_that_returns_no_weights_is_refused_by_name(user, complaint):
     ],
 )
 def test_a_file_without_the_function_is_refused(user, source, name, complaint):
-    with pytest.raises(
-        ConfigurationError, match=r"^--master .*mine\.py:master cannot be used, because"
-    ) as error:
+    with pytest.raises(ConfigurationError, match=r"^--master .*mine\.py:master cannot be used, because") as error:
         user(source, name)
     assert complaint in str(error.value)
 
@@ -456,9 +454,7 @@ def test_a_checkpoint_of_another_function_is_refused_by_name(user, made):
     path = Path(old._who.removeprefix("--master ").rpartition(":")[0])
     (path.parent / "new.py").write_text(HEAD + LEARNER.replace("6", "7"))
     new = made(load_user_master(f"{path.parent / 'new.py'}:master"))
-    with pytest.raises(
-        CheckpointError, match=r"variable kernel is of shape \[9, 6\].*\[9, 7\] in the function"
-    ):
+    with pytest.raises(CheckpointError, match=r"variable kernel is of shape \[9, 6\].*\[9, 7\] in the function"):
         new.restore(state)
 
 

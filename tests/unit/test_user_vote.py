@@ -104,9 +104,7 @@ def test_it_does_what_the_built_in_master_does_when_it_is_the_same_network(made,
     for step in range(20):
         logits, labels = a_batch(8, step)
         present = np.array([True, step % 3 > 0, True])
-        np.testing.assert_allclose(
-            vote.weights(logits, present), builtin.weights(logits, present), atol=1e-10
-        )
+        np.testing.assert_allclose(vote.weights(logits, present), builtin.weights(logits, present), atol=1e-10)
         mine = vote.learn(logits, labels, present, RATE)
         assert mine == pytest.approx(builtin.learn(logits, labels, present, RATE), abs=1e-10)
     np.testing.assert_allclose(vote.state()["hidden"], network.hidden_kernel, atol=1e-10)
@@ -177,12 +175,8 @@ def test_what_it_cannot_weigh_weighs_the_same(made):
 def test_a_restored_vote_goes_on_to_the_bit(made):
     whole, first, second = made(SIGMOID), made(SIGMOID), made(SIGMOID)
     for step in range(6):
-        assert whole.learn(*a_batch(4, step), EVERYBODY, RATE) == first.learn(
-            *a_batch(4, step), EVERYBODY, RATE
-        )
+        assert whole.learn(*a_batch(4, step), EVERYBODY, RATE) == first.learn(*a_batch(4, step), EVERYBODY, RATE)
     second.restore(first.state())
     for step in range(6, 12):
-        assert whole.learn(*a_batch(4, step), EVERYBODY, RATE) == second.learn(
-            *a_batch(4, step), EVERYBODY, RATE
-        )
+        assert whole.learn(*a_batch(4, step), EVERYBODY, RATE) == second.learn(*a_batch(4, step), EVERYBODY, RATE)
     assert all(np.array_equal(value, second.state()[name]) for name, value in whole.state().items())
