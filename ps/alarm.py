@@ -1,4 +1,4 @@
-"""Notice sudden changes: of a worker, whose record then counts no more, and of the run, so that a validator is asked.
+"""Notice sudden changes of a worker, whose record then counts little, and of the run, which a validator should see.
 
 Trust that was earned may be spent: if most of the trusted weight turns bad at once, the model can be ruined before
 the next validated round. What shows it without a validator is that the trusted workers' claimed loss rises, or that
@@ -33,7 +33,7 @@ ODD_ROUNDS = 3
 """Rounds in a row of unusual length after which a worker counts as changed."""
 
 FIELDS: Mapping[str, float] = {"length": math.nan, "odd_rounds": 0.0}
-"""Remembered by name: running mean of the logarithm of the gradient's length in units of tau, and the row of odd ones."""
+"""Remembered by name: running mean of the logarithm of its length in units of tau; odd rounds in a row."""
 
 
 def changed(ledger: Ledger, rows: Rows, lengths: Vector) -> NDArray[np.bool_]:

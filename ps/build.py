@@ -12,6 +12,7 @@ from protocol.arena import Arena
 from protocol.ensemble import MODE, Weighting
 from protocol.errors import ConfigurationError, ManifestMismatch
 from protocol.tensors import Layout
+from ps import kernels, reductions
 from ps.aggregation import (
     ClippedMean,
     CosineTrust,
@@ -179,6 +180,13 @@ def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] 
         max_model_bytes=config.max_model_bytes,
     )
     return EnsembleMode(wanted, make_schedule(config), initial_values)
+
+
+def warm_up(config: ServerConfig) -> None:
+    """Load the kernels that a run on float32 will need, or compile them: the first time that takes some 20 s."""
+    kernels.warm_up(make_optimizer(config).kernel)
+    if config.aggregation not in RULES_OF_MEANS:
+        reductions.warm_up()
 
 
 def secret_of(config: ServerConfig) -> bytes:

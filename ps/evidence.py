@@ -8,7 +8,8 @@ than the cosine alone, lets workers with unlike data keep equal weights; the mem
 validator's gradient is mostly noise. Where no validator takes part, trust follows the claimed accuracy: that
 helps against honest faults, never against liars.
 
-Norms are clipped to a bound that follows the larger of the validator's norm and the trusted median norm.
+A memory follows only as far as recent agreements stand out of their noise; that of a worker whose gradients
+suddenly grow is cut short. Norms are clipped to a bound that follows validator's and trusted median norm.
 """
 
 import math
@@ -31,7 +32,7 @@ MEMORY_RATE = 0.1
 MEMORY_KEPT = 0.97
 """What a running mean keeps per round since the last validation: it remembers about 30 rounds."""
 YOUNG_VALIDATIONS = 34
-"""Validations after which a plain mean of all has become the running mean (1 / 34 is about 1 - 0.97)."""
+"""Validations after which the mean of all has become the running mean (1 / 34 is about 1 - 0.97)."""
 LOUDNESS_KEPT = 0.965
 """What the scale of the loudest agreement keeps per validation."""
 RECENT_RATE = 0.2
@@ -54,6 +55,8 @@ HOPELESS_SHARE = 0.05
 """If no share reaches this, nobody is trusted, and the weights of the last round are kept."""
 CARRIED_WEIGHT = 0.1
 """Weight of the last rounds that those present must hold together for it to be worth keeping."""
+ALARMING_WEIGHT = 0.01
+"""Weight from which on a sudden change of a worker is a reason for an alarm."""
 WEIGHT_RATE = 0.5
 """How fast the remembered weights follow."""
 BOUND_START = 1.5
@@ -182,7 +185,7 @@ class Evidence:
         if geometry.reference_norm is not None:
             self._validated = True
             self._unit = geometry.reference_norm or self._unit
-        unit = (self._unit if self._validated else None) or weighted_median(norms, self._weights_or_equal(rows))
+        unit = (self._unit if self._validated else None) or weighted_median(norms, self.ledger["weight"][rows])
         unit = unit or 1.0
         clipped = np.maximum(norms, unit)
         if geometry.fresh and geometry.reference_norm and geometry.with_reference is not None:
@@ -212,12 +215,16 @@ class Evidence:
             self._absorb_agreement(standing, standing.agreement)
 
     def _notice_changes(self, standing: Standing) -> None:
-        """Let the record of a worker that has changed its ways count no more; its trust holds until it is judged."""
-        rows = standing.rows[changed(self.ledger, standing.rows, standing.norms / standing.unit)]
+        """Let the record of a worker that has changed its ways count as little as one validation.
+
+        Its trust holds until it is judged again, which is asked for soon.
+        """
+        rows, ledger = standing.rows, self.ledger
+        rows = rows[changed(ledger, rows, standing.norms / standing.unit)]
         if rows.size:
-            for field in ("validations", "recent", "recent_share", "noise"):
-                self.ledger[field][rows] = FIELDS[field]
-            if self.ledger["weight"][rows].any():
+            ledger["validations"][rows] = np.minimum(ledger["validations"][rows], 1.0)
+            ledger["recent_share"][rows] = 1.0
+            if ledger["weight"][rows].max() > ALARMING_WEIGHT:
                 self._alarm.ring()
 
     def _absorb_agreement(self, standing: Standing, agreement: Vector) -> None:
@@ -302,10 +309,9 @@ class Evidence:
         remembered = self.ledger["weight"]
         remembered[standing.rows] += rate * (kept - remembered[standing.rows])
         if self._validated and total > 0.0:
-            losses = np.array(view.losses)[standing.positions]
-            logarithms = np.log(np.maximum(standing.norms, TINY))
-            on = kept > 0.0
-            loss, log_length = float(kept[on] @ losses[on]), float(kept @ logarithms)
+            on = kept > 0.0  # what the others claim, NaN perhaps, must not matter
+            loss = float(kept[on] @ np.array(view.losses)[standing.positions[on]])
+            log_length = float(kept @ np.log(np.maximum(standing.norms, TINY)))
             self._alarm.observe(loss, log_length, standing.agreement is not None)
         fallback = "" if standing.judged else "no validator has sent a gradient yet: the clipped mean was applied"
         return Decision(weights, factors, fallback=fallback)
@@ -328,10 +334,6 @@ class Evidence:
         bound = min(BOUND_START * max(1.0, median / standing.unit), BOUND_MOST, BOUND_GROWTH * self._bound)
         self._bound = max(bound, BOUND_START)
         return bound * standing.unit
-
-    def _weights_or_equal(self, rows: Rows) -> Vector:
-        weights: Vector = self.ledger["weight"][rows]
-        return weights if weights.any() else np.ones(rows.size)
 
     # ---- for people and checkpoints ----------------------------------------------------------------------
 

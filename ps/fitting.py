@@ -63,12 +63,14 @@ def weighted_median(values: Vector, weights: Vector) -> float:
 
     Args:
         values: [n].
-        weights: [n], at least 0.
+        weights: [n], at least 0; if all are 0, all values count alike.
     """
     if not values.size:
         return 0.0
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
+    if reached[-1] == 0.0:
+        return float(values[order[(values.size - 1) // 2]])
     return float(values[order[np.searchsorted(reached, 0.5 * reached[-1])]])
 
 

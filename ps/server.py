@@ -42,7 +42,7 @@ from protocol.messages import (
 from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
 from protocol.transport import Address, Channel, Deadline, Listener
-from ps.build import make_ensemble, make_rule, make_schedule, make_store, policy_of
+from ps.build import make_ensemble, make_rule, make_schedule, make_store, policy_of, warm_up
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.config import ServerConfig
 from ps.console import Console
@@ -107,6 +107,7 @@ class ParameterServer:
         config: what the operator asked for.
         epoch: random number of this start.
         grants: who may join with which token; empty admits everyone.
+        is_compiling: the kernels that every run needs are not ready yet.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class ParameterServer:
         )
         self._record = Record(config.run_dir)
         self._ensemble = make_ensemble(config, initial_values)
+        self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
         self._store: Store | None = None
         self._receivers: tuple[Receiver, ...] = ()
@@ -156,6 +158,9 @@ class ParameterServer:
 
     def run(self, listener: Listener) -> Finish:
         """Serve until the run has ended; every connection is closed when this returns."""
+        # While the workers load TensorFlow; who comes too early is told to wait.
+        self.is_compiling = True
+        threading.Thread(target=self._compile, name="compile", daemon=True).start()
         accepting = threading.Thread(target=self._accept, args=(listener,), name="accept")
         accepting.start()
         try:
@@ -217,6 +222,17 @@ class ParameterServer:
     def final_values(self) -> dict[str, NDArray[Any]] | None:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
         return self._store.export() if self._store is not None and self._coordinator.has_values else None
+
+    def _compile(self) -> None:
+        """Make the kernels ready that every run needs, then call those who wait for it."""
+        try:
+            warm_up(self.config)
+        finally:
+            self.is_compiling = False
+            with self._lock:
+                sessions = list(self._sessions.values())
+            for session in sessions:
+                session.nudge()
 
     def _accept(self, listener: Listener) -> None:
         number, is_short = 0, False

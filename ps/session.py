@@ -117,6 +117,10 @@ class Session(threading.Thread):
         if threading.current_thread() is not self:
             self._wake.set()
 
+    def nudge(self) -> None:
+        """Have it look again at what it waits for; safe from any thread."""
+        self._wake.set()
+
     def run(self) -> None:
         """Serve; every way in which this can end is here."""
         reason, on_purpose, linger_s = "", False, 0.0
@@ -168,8 +172,10 @@ class Session(threading.Thread):
         self._server.proven()
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
-        if who.role is Role.EVALUATOR and not self._wait_for_variables():
+        if not self._wait_while(lambda: "the server to compile its kernels" if self._server.is_compiling else ""):
             return  # the run has ended: serving begins with saying so
+        if who.role is Role.EVALUATOR and not self._wait_while(self._missing_variables):
+            return
         claim = self._server.claim(who)
         if isinstance(claim, Denied):  # before its offer is looked at: who is turned away defines no variables
             raise Refused(claim.code, claim.reason)
@@ -199,12 +205,16 @@ class Session(threading.Thread):
         )
         raise Refused(RefusalCode.PROOF, "the token was not accepted for this name, role and rank")
 
-    def _wait_for_variables(self) -> bool:
-        """Hold an evaluator until a worker has defined the variables; False if the run ended before that."""
-        while not self._server.has_variables:
+    def _missing_variables(self) -> str:
+        """Say for what an evaluator waits until a worker has defined the variables; empty when one has."""
+        return "" if self._server.has_variables else self._server.waiting_for() or "the first worker"
+
+    def _wait_while(self, waits_for: Callable[[], str]) -> bool:
+        """Hold a client as long as `waits_for` names something; False if the run ended before that."""
+        while what := waits_for():
             if self._outbox:
                 return False
-            self.link.send_if_quiet(Heartbeat(_as_reason(self._server.waiting_for())), self._tick_s)
+            self.link.send_if_quiet(Heartbeat(_as_reason(what)), self._tick_s)
             if self.link.wait(self._tick_s, self._wake):
                 self.link.receive()  # a heartbeat, or the end of the connection
             self._wake.clear()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ps import alarm as module
-from ps.alarm import Alarm
+from ps.alarm import FIELDS, Alarm, changed
+from ps.ledger import Ledger
 
 
 def after(alarm, losses, log_lengths=None, validated=False):
@@ -78,3 +79,39 @@ def test_a_restored_alarm_goes_on():
     other.restore(json.loads(json.dumps(alarm.state())))
     assert alarm.raised
     assert after(alarm, [1.0] * 20) == after(other, [1.0] * 20)
+
+
+def lengths_until_changed(lengths):
+    """Return the round in which a worker with these lengths counts as changed, or None."""
+    ledger = Ledger(FIELDS)
+    rows = ledger.rows(("a",))
+    for step, length in enumerate(lengths):
+        if changed(ledger, rows, np.array([length])).any():
+            return step
+    return None
+
+
+def test_a_worker_whose_gradients_suddenly_grow_has_changed_after_some_rounds():
+    assert lengths_until_changed([1.0] * 20 + [3.0] * 20) == 19 + module.ODD_ROUNDS
+    assert lengths_until_changed([0.0] * 20 + [1.0] * 20) == 19 + module.ODD_ROUNDS
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [5.0] * 50,
+        [1.0, 1.0, 3.0, 3.0] * 20,
+        np.geomspace(1.0, 20.0, 300),
+        np.geomspace(9.0, 0.1, 300),
+        [3.0, 0.0] * 9,
+    ],
+)
+def test_a_worker_that_always_was_so_or_grows_slowly_has_not_changed(lengths):
+    assert lengths_until_changed(lengths) is None
+
+
+def test_a_change_is_noticed_once():
+    ledger = Ledger(FIELDS)
+    rows = ledger.rows(("a", "b"))
+    noticed = [changed(ledger, rows, np.array([1.0, 1.0 if step < 20 else 4.0])) for step in range(60)]
+    assert np.sum(noticed, axis=0).tolist() == [0, 1]

@@ -265,6 +265,17 @@ def test_a_validation_is_wanted_when_the_trusted_gradients_grow_at_once_and_not_
     assert turned.index(True) == 55
 
 
+def test_the_record_of_a_worker_that_suddenly_pushes_more_counts_little():
+    def rounds_until_muted(factor):
+        rule = Evidence(True)
+        views = noisy_rounds(200, lambda step: [1.0, 1.0, 1.0, 1.0 if step < 100 else factor], noise=0.5)
+        weights = [rule.decide(view).weights[3] for view in views]
+        assert weights[99] > 0.2
+        return next(step for step in range(100) if weights[100 + step] < 0.01)
+
+    assert rounds_until_muted(-3.0) <= 6 < rounds_until_muted(-1.0)
+
+
 # ---- no validator ----------------------------------------------------------------------------------------
 
 
@@ -403,6 +414,7 @@ def test_the_fit_is_the_optimum_that_no_weight_could_leave(seed):
         ([1.0, 2.0, 9.0], [0.1, 0.2, 0.7], 9.0),
         ([5.0, 1.0], [1.0, 0.0], 5.0),
         ([7.0], [0.3], 7.0),
+        ([4.0, 3.0, 9.0, 1.0], [0.0, 0.0, 0.0, 0.0], 3.0),
         ([], [], 0.0),
     ],
 )
