@@ -418,8 +418,8 @@ def test_too_little_memory(processes, light):
     """The server says what it needs and ends, before it has taken any; the worker is told as well."""
     server = processes.server(**ONE_STEP, max_memory="8M")
     client = light("worker", server.address, "--variables", '{"w": [1000000]}')
-    server.fails(CONFIGURATION, "the model needs 24 MB", "--max-memory 8 MB")
-    client.fails(REFUSED, server.address, "the model needs 24 MB")
+    server.fails(CONFIGURATION, "the model needs 24.0 MB", "--max-memory 8.4 MB")
+    client.fails(REFUSED, server.address, "the model needs 24.0 MB")
 
 
 def test_a_model_above_what_may_be_declared(processes, light):
