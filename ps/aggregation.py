@@ -242,37 +242,26 @@ class Krum:
 
     def decide(self, view: RoundView) -> Decision:
         """Choose; judge a round that is too short by its clipped mean."""
-        short = _too_short(view, "Krum", self.faulty, 2 * self.faulty + 3)
-        return short or _chosen(view, self.faulty, 1)
+        return self._choose(view, "Krum", 1)
+
+    def _choose(self, view: RoundView, rule: str, count: int) -> Decision:
+        short = _too_short(view, rule, self.faulty, 2 * self.faulty + 3)
+        return short or _chosen(view, self.faulty, count)
 
 
 @dataclass(frozen=True)
-class MultiKrum:
+class MultiKrum(Krum):
     """The mean of the W - f gradients that Krum scores best, f = `faulty`.
 
     Needs at least 2f + 3 usable gradients. Memory and time as `Krum`.
     Source: Blanchard et al. (see `Krum`), section 4 and its experiments, which average the best W - f; so does
     Allouah et al., "Fixing by Mixing", 2023. El-Mhamdi et al., "The Hidden Vulnerability of Distributed
     Learning in Byzantium", 2018, prove more for W - f - 2, which wastes two gradients of honest workers.
-
-    Attributes:
-        faulty: f, how many workers may be bad, at least 0.
     """
-
-    faulty: int
-
-    def __post_init__(self) -> None:
-        _check_faulty(self.faulty)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """All inner products, for the distances."""
-        return frozenset({Need.GRAM})
 
     def decide(self, view: RoundView) -> Decision:
         """Choose; judge a round that is too short by its clipped mean."""
-        short = _too_short(view, "multi-Krum", self.faulty, 2 * self.faulty + 3)
-        return short or _chosen(view, self.faulty, sum(view.usable) - self.faulty)
+        return self._choose(view, "multi-Krum", sum(view.usable) - self.faulty)
 
 
 @dataclass(frozen=True)

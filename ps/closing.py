@@ -34,6 +34,15 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class Alarmed(Protocol):
+    """A rule that notices when a validator should look."""
+
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the last rounds look so bad that rounds should be validated more often."""
+
+
+@runtime_checkable
 class Totals(Protocol):
     """A rule that measures many gradients against their total, and says what each counts in it."""
 
@@ -137,6 +146,11 @@ class RoundCloser:
         elif self._reference_norm is not None:  # its gradient is gone, what is remembered is how long it was
             geometry = replace(geometry, reference_norm=self._reference_norm)
         return geometry
+
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the rule sees reason to ask a validator more often for now."""
+        return isinstance(self.rule, Alarmed) and self.rule.wants_validation
 
     def learn(self) -> None:
         """Let the rule learn from what it has judged."""

@@ -53,6 +53,8 @@ class Course:
         void_rounds: rounds that closed with nothing to apply.
         short_rounds: rounds that closed with fewer usable pushes than there are workers.
         predicted_rounds: rounds that were to be validated and closed without waiting longer for a validator.
+        alarmed: whether rounds that open are validated more often. The server sets it from what the rule made of a
+            round, when the next is open already: it counts from the one after that.
         open_round: the pushes of the step that is being trained.
         asked: the connection whose initial values are wanted, or None.
         phase_began: when the phase began (monotonic seconds).
@@ -72,6 +74,7 @@ class Course:
     void_rounds: int = 0
     short_rounds: int = 0
     predicted_rounds: int = 0
+    alarmed: bool = False
     has_left_early: bool = False
     pushes: dict[int, int] = field(default_factory=dict)
     duplicates: dict[int, int] = field(default_factory=dict)
@@ -165,7 +168,8 @@ class Course:
     # ---- when a round closes -------------------------------------------------------------------------
 
     def _new_round(self, now: float) -> OpenRound:
-        return OpenRound(self.step, self.step in self.policy.validated, opened=now)
+        rounds = self.policy.validated.more_often() if self.alarmed else self.policy.validated
+        return OpenRound(self.step, self.step in rounds, opened=now)
 
     def awaited_validators(self) -> list[Member]:
         """Return the validators whose gradient the open round still waits for."""

@@ -634,7 +634,9 @@ class ParameterServer:
             weights = self._ensemble.close(closing)
             self._take_vote()
             return Closed(weights=weights)
-        return self._closer.close(self._store, closing, [self._name_of(c.rank) for c in closing.contributions])
+        closed = self._closer.close(self._store, closing, [self._name_of(c.rank) for c in closing.contributions])
+        self._coordinator.alarmed = self._closer.wants_validation
+        return closed
 
     def _post_weights(self, sending: SendWeights) -> None:
         session = self._sessions.get(sending.session)

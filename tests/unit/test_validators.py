@@ -50,6 +50,14 @@ def test_another_secret_draws_other_rounds_and_every_1_draws_all():
     assert all(step in ValidatedRounds(1, SECRET) for step in range(100))
 
 
+def test_an_alarm_adds_rounds_and_takes_none_away():
+    usual, often = ValidatedRounds(10, SECRET), ValidatedRounds(10, SECRET).more_often()
+    drawn, more = ({step for step in range(10_000) if step in rounds} for rounds in (usual, often))
+    assert drawn < more
+    assert 4800 < len(more) < 5200, "about every second round: certainty could be foreseen"
+    assert ValidatedRounds(1, SECRET).more_often() == ValidatedRounds(1, SECRET)
+
+
 # ---- who is a validator --------------------------------------------------------------------------------------
 
 
@@ -217,3 +225,23 @@ def test_a_worker_that_is_late_ends_the_run_also_while_a_validator_is_late():
     run.push(zero)
     run.wait(run.policy.round_timeout_s)
     assert run.finish.status is Status.NO_PROGRESS
+
+
+def test_rounds_that_open_during_an_alarm_are_drawn_more_often():
+    """The round that is open when the alarm is raised stays as it was drawn."""
+    run, zero, one, judge = validated(every=10**6, steps=200)
+    run.push(zero), run.push(one), run.push(judge)
+    usual, more = run.policy.validated, run.policy.validated.more_often()
+    run.coordinator.alarmed = True
+    assert not run.coordinator.open_round.validated
+    drawn = []
+    for _ in range(100):
+        drawn.append(run.coordinator.open_round.validated)
+        for client in (zero, one, *([judge] if drawn[-1] else [])):
+            run.push(client)
+    assert drawn == [1 in usual, *(step in more for step in range(2, 101))]
+    run.coordinator.alarmed = False
+    while run.coordinator.open_round.validated:
+        run.push(zero), run.push(one), run.push(judge)
+    run.push(zero), run.push(one)
+    assert not run.coordinator.open_round.validated
