@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from protocol.user_function import UserFunction
 from ps.aggregation import Decision, RoundView
 from ps.evidence import SHARE_CUT, TINY, TRUST_GAIN, WEIGHT_RATE, Evidence, Standing
 from ps.ledger import Matrix, Rows, Vector
 from ps.master import BETA1, BETA2, EPSILON, FEATURES, FIELDS, LEARNING_RATE, Master
-from ps.user_function import UserFunction, named
 from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 SHARED_FEATURES = (*FEATURES, "the evidence: how far it is trusted, 0 to 1")
@@ -67,7 +67,7 @@ class UserMaster(Master):
             epsilon=EPSILON,
         )
         self.graph = UserNetwork(function, config, shared_samples(num_workers))
-        self._who = named(function.spec)
+        self._who = function.who
         self._workers = num_workers
         self._rank_of: dict[int, int] = {}  # by serial, of the last round
         self._weights: tuple[RoundView, Vector] | None = None

@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import CheckpointError, ConfigurationError
-from ps.user_function import UserFunction, load_user_function, locate, named, shortened
+from protocol.user_function import UserFunction, load_user_function, locate, shortened
 
 Array = NDArray[np.float64]
+
+OPTION = "--master"
+"""The option that names the function."""
 
 SUM_TOLERANCE = 1e-3
 """How far a sum of weights may be from 1: float32 sums over a thousand workers stay within 1e-4."""
@@ -53,7 +56,7 @@ def import_tensorflow(spec: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "tensorflow"
         why = "which is not installed" if missing else f"which does not load ({shortened(str(error))})"
         raise ConfigurationError(
-            f"{named(spec)} needs TensorFlow, {why}: "
+            f"{OPTION} {spec} needs TensorFlow, {why}: "
             "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
         ) from error
     return tensorflow
@@ -68,9 +71,9 @@ def load_user_master(spec: str) -> UserFunction:
     Raises:
         ConfigurationError: no such file or function, TensorFlow is not installed, or the file raised.
     """
-    locate(spec)  # a wrong path is told before seconds go by for TensorFlow
+    locate(spec, OPTION)  # a wrong path is told before seconds go by for TensorFlow
     import_tensorflow(spec)
-    return load_user_function(spec)
+    return load_user_function(spec, OPTION)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class UserNetwork:
 
     def __init__(self, function: UserFunction, config: UserNetworkConfig, samples: Sequence[Sample]) -> None:
         tf = self._tf = import_tensorflow(function.spec)
-        self._who = named(function.spec)
+        self._who = function.who
         self._workers = num_workers = config.num_workers
         self._per_example = config.per_example
         self._variables: list[Any] = []

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import LocalProtocolError
+from protocol.user_function import UserFunction
 from ps.ensemble import MasterConfig, correct_answers
 from ps.ledger import Matrix
-from ps.user_function import UserFunction, named
 from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 _SAMPLE_SEED = 1
@@ -45,7 +45,7 @@ class UserVote:
             epsilon=config.epsilon,
         )
         self.graph = UserNetwork(function, graph_config, ensemble_samples(config.members, config.classes))
-        self._who = named(function.spec)
+        self._who = function.who
         self.complaint = ""
 
     def weights(self, logits: Matrix, present: NDArray[np.bool_]) -> Matrix:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
+from protocol.user_function import load_user_function
 from worker.dataset_files import (
     CIFAR_FOLDER,
     CIFAR_TEST_FILE,
@@ -22,7 +23,6 @@ from worker.dataset_files import (
     read_npz,
 )
 from worker.definitions import Dataset
-from worker.user_code import call_user_function, load_user_function
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def _npz_path(file: str, data_dir: Path | None) -> Path:
 
 
 def _call_user(spec: str, data_dir: Path | None) -> Dataset:
-    load = load_user_function(spec, "--dataset")
-    dataset = call_user_function(load, spec, "--dataset", data_dir)
+    dataset = load_user_function(spec, "--dataset")(data_dir)
     if not isinstance(dataset, Dataset):
         raise ConfigurationError(
             f"--dataset {spec} returned {'None' if dataset is None else f'a {type(dataset).__name__}'} instead of "

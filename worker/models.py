@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from protocol.errors import ConfigurationError
+from protocol.user_function import load_user_function
 from worker.binding import BuildFunction, draw_seed
 from worker.definitions import Model
-from worker.user_code import load_user_function
 
 __all__ = ["MODELS", "cifar10_cnn", "draw_seed", "load_build", "mlp"]
 
@@ -31,7 +31,7 @@ def load_build(spec: str, num_classes: int) -> BuildFunction:
         ConfigurationError: no such model, file or function, or the file raised when it was imported.
     """
     if ":" in spec:
-        return load_user_function(spec, "--model")
+        return load_user_function(spec, "--model").function
     if spec not in MODELS:
         raise ConfigurationError(
             f"there is no model {spec!r}: choose {' or '.join(sorted(MODELS))}, or write file.py:function"

@@ -677,7 +677,7 @@ def test_a_users_file_runs_once(tmp_path):
     (tmp_path / "mine.py").write_text("def load(data_dir):\n    calls.append(1)\n    return calls\ncalls = []\n")
     for _ in range(2):
         refused(f"{tmp_path}/mine.py:load")
-    from worker.user_code import load_user_function
+    from protocol.user_function import load_user_function
 
     assert load_user_function(f"{tmp_path}/mine.py:load", "--model")(None) == [1, 1, 1]
 

@@ -1,7 +1,8 @@
-"""A master of the user's own, named on the command line as `--master file.py:function`: find it and call it.
+"""A function in a file of the user's, named on the command line as `file.py:function`: find it and call it.
 
-The file is run once, as a module of its own; its folder comes last on the import path, so that it may import its
-neighbours and they can hide nothing of ours.
+Both sides take such functions: models and data sets of workers, masters of the server. The file is run as a module
+of its own, once per process, however many functions are taken from it; its folder comes last on the import path,
+so that it may import its neighbours and they can hide nothing of ours.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from typing import Any
 from protocol.errors import ConfigurationError, Interrupted
 
 MAX_REASON = 500
-"""Characters that are quoted of what a user's code, or TensorFlow, complains about."""
+"""Characters that are quoted of what a user's code complains about."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,20 @@ class UserFunction:
 
     Attributes:
         spec: `file.py:function`, as the user wrote it.
+        option: the option that named it, such as `--dataset`.
         path: the file, absolute.
         function: what it is called by.
     """
 
     spec: str
+    option: str
     path: Path
     function: Callable[..., Any]
+
+    @property
+    def who(self) -> str:
+        """How messages name it."""
+        return f"{self.option} {self.spec}"
 
     def __call__(self, *arguments: object) -> Any:
         """Call it; whatever it raises becomes one sentence with the line it came from.
@@ -45,15 +53,10 @@ class UserFunction:
         except Interrupted:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigurationError(f"{named(self.spec)} failed with {_reason(error, self.path)}") from error
+            raise ConfigurationError(f"{self.who} failed with {_reason(error, self.path)}") from error
 
 
-def named(spec: str) -> str:
-    """Return how messages name it."""
-    return f"--master {spec}"
-
-
-def locate(spec: str) -> tuple[Path, str]:
+def locate(spec: str, option: str) -> tuple[Path, str]:
     """Return the file, absolute, and the name of the function that a spec names, without reading the file.
 
     Raises:
@@ -61,37 +64,38 @@ def locate(spec: str) -> tuple[Path, str]:
     """
     file, colon, name = spec.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise ConfigurationError(f"{named(spec)} does not name a function: write file.py:function")
+        raise ConfigurationError(f"{option} {spec} does not name a function: write file.py:function")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigurationError(f"{named(spec)} cannot be used, because there is no file {path}")
+        raise ConfigurationError(f"{option} {spec} cannot be used, because there is no file {path}")
     return path, name
 
 
-def load_user_function(spec: str) -> UserFunction:
+def load_user_function(spec: str, option: str) -> UserFunction:
     """Import a user's file and return one function of it.
 
     Args:
         spec: `file.py:function`; a relative path is relative to the current folder.
+        option: the option that named it, for messages.
 
     Raises:
         ConfigurationError: the spec is incomplete, there is no such file or function, or the file raised.
     """
-    path, name = locate(spec)
-    function = getattr(_import_file(path, spec), name, None)
+    path, name = locate(spec, option)
+    function = getattr(_import_file(path, f"{option} {spec}"), name, None)
     if not callable(function):
         has = "has no function" if function is None else "has something else called"
-        raise ConfigurationError(f"{named(spec)} cannot be used, because {path} {has} {name!r}")
-    return UserFunction(spec, path, function)
+        raise ConfigurationError(f"{option} {spec} cannot be used, because {path} {has} {name!r}")
+    return UserFunction(spec, option, path, function)
 
 
-def _import_file(path: Path, spec: str) -> ModuleType:
-    name = f"weighmaster_master_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+def _import_file(path: Path, what: str) -> ModuleType:
+    name = f"weighmaster_user_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigurationError(f"{named(spec)} cannot be used, because {path} is not a Python file (*.py)")
+        raise ConfigurationError(f"{what} cannot be used, because {path} is not a Python file (*.py)")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(module_spec)
@@ -103,7 +107,7 @@ def _import_file(path: Path, spec: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigurationError(
-            f"{named(spec)} cannot be used, because importing {path} failed with {_reason(error, path)}"
+            f"{what} cannot be used, because importing {path} failed with {_reason(error, path)}"
         ) from error
     return module
 
