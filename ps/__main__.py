@@ -44,8 +44,7 @@ def serve(config: "ServerConfig") -> int:
 
     from protocol.messages import Status
     from protocol.tokens import read_grants
-    from ps import kernels, outcome
-    from ps.build import make_optimizer
+    from ps import outcome
     from ps.console import Console
     from ps.server import ParameterServer
 
@@ -68,7 +67,6 @@ def serve(config: "ServerConfig") -> int:
         outcome.make_run_directory(config.run_dir)
         if config.summary is None:
             outcome.check_writable("--run-dir", config.run_dir / "summary.json")
-        kernels.warm_up(make_optimizer(config).kernel)
         if config.port_file is not None:
             outcome.write_port_file(config.port_file, listener.address.port)
         logger.info("listening on %s, workers to come: %d", listener.address, config.workers)

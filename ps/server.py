@@ -3,12 +3,11 @@
 All state is behind one lock. `_update` is the one place where the weights are updated.
 """
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import (
-    ConfigurationError,
     ExitCode,
     Interrupted,
-    ManifestMismatch,
-    NetworkError,
     NoProgress,
-    Refused,
     WeighmasterError,
 )
 from protocol.messages import (
@@ -30,7 +25,6 @@ from protocol.messages import (
     Logits,
     Offer,
     Push,
-    RefusalCode,
     Report,
     Role,
     Status,
@@ -39,14 +33,15 @@ from protocol.messages import (
     Weights,
     Welcome,
 )
-from protocol.tensors import Layout, Manifest
 from protocol.tokens import Grant
-from protocol.transport import Address, Channel, Deadline, Listener
-from ps.build import make_ensemble, make_rule, make_schedule, make_store, policy_of, warm_up
+from protocol.transport import Address, Listener
+from ps.agreement import Agreement, check_seed
+from ps.build import make_ensemble, make_rule, make_schedule, policy_of, warm_up
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
+from ps.door import TICK_S, Door
 from ps.ensemble_mode import Terms
 from ps.instructions import (
     Announce,
@@ -70,17 +65,8 @@ from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
 
 logger = logging.getLogger("weighmaster.ps")
 
-TICK_S = 0.25
-"""How often deadlines are checked and the progress line is drawn."""
-
 WAITING_S = 10.0
 """How often the operator is told for whom the run waits."""
-
-FAREWELL_S = 2.0
-"""How long connections may take to deliver the news that the run has ended."""
-
-MAX_UNPROVEN = 32
-"""Connections that have not proved themselves; more wait in the accept queue."""
 
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
@@ -122,7 +108,6 @@ class ParameterServer:
         self.epoch = epoch
         self.grants = tuple(grants)
         self._console = console
-        self._initial_values = initial_values
         self._closer = RoundCloser(make_rule(config), make_schedule(config), config.clip_worker_norm)
         self._lock = threading.RLock()
         self._began = time.monotonic()
@@ -133,18 +118,21 @@ class ParameterServer:
         self._ensemble = make_ensemble(config, initial_values)
         self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
-        self._store: Store | None = None
-        self._receivers: tuple[Receiver, ...] = ()
-        self._sessions: dict[int, Session] = {}
-        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self._agreement = Agreement(config, self._ensemble, initial_values, self._lock, self._cannot_hold)
+        self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
         self._ended = threading.Event()
-        self._dismissed = threading.Event()
-        self._leaving: list[Session] = []
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
         self._waits_at: tuple[Phase, int] | None = None
         self._waiting_said_at = 0.0
+
+    @property
+    def _store(self) -> Store | None:
+        return self._agreement.store
+
+    def _cannot_hold(self, reason: str) -> None:
+        self.stop(Status.FAILED, reason)
 
     # ---- the course of a run ---------------------------------------------------------------------------
 
@@ -161,18 +149,17 @@ class ParameterServer:
         # While the workers load TensorFlow; who comes too early is told to wait.
         self.is_compiling = True
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
-        accepting = threading.Thread(target=self._accept, args=(listener,), name="accept")
-        accepting.start()
+        self._door.open(listener)
         try:
             while not self._ended.wait(TICK_S):
                 self.tick()
         finally:
             self._ended.set()
-            self._see_off()
-            self._dismissed.set()
-            accepting.join()
-            listener.close()
-            self._dismiss()
+            self._door.close(listener)
+            self.settle()
+            self._record.close()
+            if self._store is not None:
+                self._store.close()
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
         assert self._finish is not None
@@ -229,73 +216,8 @@ class ParameterServer:
             warm_up(self.config)
         finally:
             self.is_compiling = False
-            with self._lock:
-                sessions = list(self._sessions.values())
-            for session in sessions:
+            for session in self._door.sessions():
                 session.nudge()
-
-    def _accept(self, listener: Listener) -> None:
-        number, is_short = 0, False
-        while not self._dismissed.is_set():
-            if not self._unproven.acquire(timeout=TICK_S):
-                continue
-            try:
-                channel = listener.accept(TICK_S)
-            except ConfigurationError as error:  # the congestion control that was asked for
-                self.broke(error)
-                return
-            except NetworkError as error:  # descriptors are short: others may end
-                self._unproven.release()
-                if not is_short:
-                    logger.warning("the server cannot take more connections for now: %s", error)
-                is_short = True
-                self._dismissed.wait(TICK_S)
-                continue
-            if channel is None:
-                self._unproven.release()
-                continue
-            number, is_short = number + 1, False
-            try:
-                self._start_session(number, channel)
-            except (OSError, RuntimeError) as error:  # descriptors or threads are short: others may end
-                logger.warning(
-                    "%s was turned away: the server cannot take more connections: %s", channel.peer, error
-                )
-                channel.close()
-                self._unproven.release()
-
-    def _start_session(self, number: int, channel: Channel) -> None:
-        session = Session(number, channel, self)
-        with self._lock:
-            self._sessions[number] = session
-            if self._finish is not None:  # who calls now is told that the run has ended, and need not try again
-                self._leaving.append(session)
-                if self._finish.status is not Status.DONE:
-                    session.post(self._finish)
-            try:
-                session.start()
-            except RuntimeError:
-                del self._sessions[number]
-                self._leaving = [other for other in self._leaving if other is not session]
-                raise
-
-    def _see_off(self) -> None:
-        """Wait a while until all have heard of the end; those who call meanwhile hear of it too."""
-        deadline = Deadline(FAREWELL_S)
-        with self._lock:
-            self._leaving += self._sessions.values()
-        while not deadline.over and (there := [session for session in self._leaving if session.is_alive()]):
-            there[0].join(deadline.left_s)
-
-    def _dismiss(self) -> None:
-        for session in self._leaving:
-            session.link.abort()
-        for session in self._leaving:
-            session.join()
-        self.settle()
-        self._record.close()
-        if self._store is not None:
-            self._store.close()
 
     def _show_progress(self, now: float) -> None:
         test = self._record.metrics.test
@@ -323,7 +245,7 @@ class ParameterServer:
 
     def proven(self) -> None:
         """A connection has proved itself, or ended before it could."""
-        self._unproven.release()
+        self._door.proven()
 
     def claim(self, who: Identity) -> Claim:
         """Judge an identity; changes nothing."""
@@ -332,8 +254,7 @@ class ParameterServer:
 
     def session(self, number: int) -> Session | None:
         """Return a live session by its number."""
-        with self._lock:
-            return self._sessions.get(number)
+        return self._door.session(number)
 
     @property
     def has_variables(self) -> bool:
@@ -347,71 +268,10 @@ class ParameterServer:
         Raises:
             Refused: other variables, another seed, a dtype that cannot be served, or too many bytes.
         """
-        if offer.seed is not None and offer.seed != self.config.seed:
-            raise Refused(
-                RefusalCode.SEED,
-                f"the worker was started with --seed {offer.seed}, the server with {self.config.seed}: "
-                "leave it out on the worker",
-            )
+        check_seed(self.config.seed, offer)
         if self._finish is not None and self._finish.status is not Status.DONE:
             return  # it hears of the end next; nothing is to be made for it
-        if self._ensemble is None:
-            self._agree(Manifest.from_wire(offer.manifest))
-        elif who.role is not Role.WORKER:
-            raise Refused(
-                RefusalCode.MANIFEST,
-                f"this server trains an ensemble, which takes no {who.role}: its members measure themselves",
-            )
-
-    def _agree(self, manifest: Manifest) -> None:
-        """Agree on the variables: the first worker's offer defines them, every other must be the same."""
-        with self._lock:
-            if self._store is None:
-                self._store = self._make_store(manifest)
-                slots = self.config.workers + self.config.validator_slots
-                self._receivers = tuple(self._store.receiver(slot) for slot in range(slots))
-                return
-        try:
-            self._store.layout.manifest.check_same_variables(manifest, "the server", "the worker")
-        except ManifestMismatch as error:
-            raise Refused(RefusalCode.MANIFEST, str(error)) from error
-
-    def _terms(self, offer: Offer, rank: int) -> Terms:
-        """Return what is agreed with one client; in an ensemble the last member's offer makes the store."""
-        if self._ensemble is None:
-            assert self._store is not None
-            return Terms(self._store.layout, {})
-        with self._failing():
-            terms = self._ensemble.agree(offer, rank)
-        if self._store is None and self._ensemble.store is not None:
-            self._store = self._ensemble.store
-            self._receivers = tuple(self._store.receiver(slot) for slot in range(self.config.workers))
-        return terms
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """End the run when the server cannot hold what the workers have, and refuse who brought it."""
-        try:
-            yield
-        except ManifestMismatch as error:
-            self.stop(Status.FAILED, str(error))
-            raise Refused(RefusalCode.MANIFEST, str(error)) from error
-        except ConfigurationError as error:
-            self.stop(Status.FAILED, str(error))
-            raise Refused(RefusalCode.TOO_LARGE, str(error)) from error
-
-    def _make_store(self, manifest: Manifest) -> Store:
-        if not manifest.variables:
-            raise Refused(RefusalCode.MANIFEST, "the worker has no variables, so there is nothing to train")
-        layout = Layout.of(manifest)
-        if layout.payload_bytes > self.config.max_model_bytes:
-            raise Refused(
-                RefusalCode.TOO_LARGE,
-                f"the variables take {layout.payload_bytes} bytes, above --max-model-bytes "
-                f"{self.config.max_model_bytes} of the server",
-            )
-        with self._failing():
-            return make_store(self.config, layout, self._initial_values)
+        self._agreement.check(who, offer)
 
     def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Admission | None:
         """Welcome a session under an identity; None if the identity was taken meanwhile.
@@ -425,7 +285,7 @@ class ParameterServer:
                 return None
             known = self._coordinator.registry.member(who.role, granted.rank)
             threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
-            terms = self._terms(offer, again.rank)
+            terms = self._agreement.terms(offer, again.rank)
             told = self._coordinator.joined(session.number, who, again, threads, time.monotonic())
             welcome = Welcome(
                 epoch=self.epoch,
@@ -450,7 +310,7 @@ class ParameterServer:
     def left(self, session: Session, reason: str, on_purpose: bool = False) -> None:
         """A session has ended; the coordinator hears of it if it had joined."""
         with self._lock:
-            if self._sessions.pop(session.number, None) is not None and session.joined:
+            if self._door.forget(session.number) and session.joined:
                 self._carry_out(self._coordinator.left(session.number, reason, time.monotonic(), on_purpose))
 
     # ---- events: called by sessions --------------------------------------------------------------------
@@ -467,7 +327,7 @@ class ParameterServer:
                 case Take(rank):
                     if rank >= self.config.workers:
                         self._closer.reference_arrives(rank)
-                    receiver = self._receivers[rank]
+                    receiver = self._agreement.receivers[rank]
                     receiver.restart()
                     return receiver
                 case Drop(then):
@@ -605,7 +465,7 @@ class ParameterServer:
                 case SendWeights():
                     self._post_weights(instruction)
                 case Reply(session=number) | AskInitial(session=number):
-                    session = self._sessions.get(number)
+                    session = self._door.session(number)
                     if session is not None:
                         session.post(instruction)
                 case Announce(text, warning):
@@ -615,9 +475,7 @@ class ParameterServer:
                         self._ensemble.vote_now()
                         self._take_vote()
                     self._finish, self._finished_at = instruction, time.monotonic()
-                    if instruction.status is not Status.DONE:
-                        for session in self._sessions.values():
-                            session.post(instruction)
+                    self._door.announce(instruction)
                     self._ended.set()
 
     def settle(self) -> None:
@@ -639,7 +497,7 @@ class ParameterServer:
         return closed
 
     def _post_weights(self, sending: SendWeights) -> None:
-        session = self._sessions.get(sending.session)
+        session = self._door.session(sending.session)
         if session is not None and self._ensemble is not None:
             message = Weights(self.epoch, self._coordinator.step, sending.seq)
             session.post(Answered(message, self._ensemble.weights_for(sending.rank)))

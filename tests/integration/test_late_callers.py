@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import ps.server
+import ps.door
 import worker
 from protocol.errors import NoProgress, PeerLost
 from protocol.messages import Status
@@ -28,18 +28,18 @@ PATIENCE_S = 60.0
 @contextmanager
 def ending(tmp_path, monkeypatch, end):
     """Run a server until `end(server, address)` has ended the run, and hold it there."""
-    monkeypatch.setattr(ps.server, "FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(ps.door, "FAREWELL_S", PATIENCE_S)
     config = ServerConfig(workers=1, steps=1, port=0, run_dir=tmp_path)
     server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
     listener = server.listen()
     address, finishes = str(listener.address), []
-    accepted, start = threading.Event(), server._start_session
+    accepted, start = threading.Event(), server._door._start
 
     def start_session(number, channel):
         start(number, channel)
         accepted.set()
 
-    monkeypatch.setattr(server, "_start_session", start_session)
+    monkeypatch.setattr(server._door, "_start", start_session)
     running = threading.Thread(target=lambda: finishes.append(server.run(listener)), name="server")
     running.start()
     with socket.create_connection((listener.address.host, listener.address.port)):

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ from protocol.errors import NetworkError
 from ps.__main__ import _warn_of_exposure
 from ps.config import ServerConfig
 from ps.console import Console
+from ps.door import MAX_UNPROVEN, TICK_S, Door
 from ps.policy import Phase
-from ps.server import MAX_UNPROVEN, TICK_S, WAITING_S, ParameterServer
+from ps.server import WAITING_S, ParameterServer
 
 
 def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog):
@@ -44,15 +46,14 @@ def test_a_server_short_of_descriptors_pauses_and_says_so_once(caplog):
         def wait(self, timeout_s):
             self.pauses.append(timeout_s)
 
-    config = ServerConfig(workers=2, steps=100)
-    server = ParameterServer(config, Console(100, io.StringIO(), interactive=False), epoch=5)
-    server._dismissed = Dismissed()
+    door = Door(threading.RLock(), lambda number, channel: None, lambda error: None)
+    door._dismissed = Dismissed()
     with caplog.at_level(logging.INFO, "weighmaster.ps"):
-        server._accept(Listener())
-    assert server._dismissed.pauses == [TICK_S] * 3
+        door.accept(Listener())
+    assert door._dismissed.pauses == [TICK_S] * 3
     assert len(caplog.messages) == 1
     assert "cannot take more connections for now" in caplog.messages[0]
-    assert all(server._unproven.acquire(blocking=False) for _ in range(MAX_UNPROVEN))
+    assert all(door._unproven.acquire(blocking=False) for _ in range(MAX_UNPROVEN))
 
 
 @pytest.mark.parametrize(
