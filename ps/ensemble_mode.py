@@ -250,6 +250,7 @@ class EnsembleMode:
 
     def _weighed(self, sides: dict[int, dict[str, NDArray[Any]]]) -> _Batch:
         assert self._master is not None and sides
+        self.learn()
         first = sides[min(sides)]
         members = self.config.members
         logits = np.zeros((len(first["labels"]), members, first["logits"].shape[1]))
@@ -295,7 +296,7 @@ class EnsembleMode:
         self.store.skip()
 
     def learn(self) -> None:
-        """Let the master learn from the last round; to be called before anything else is weighed."""
+        """Let the master learn from the last round, if it has not yet; what is weighed next does so by itself."""
         if self._learning is not None and self._master is not None:
             batch, rate = self._learning
             self._learning = None

@@ -12,6 +12,7 @@ from protocol.messages import Offer, RefusalCode
 from protocol.tensors import Manifest, VariableSpec
 from ps.ensemble import ActsOn, Head
 from ps.ensemble_mode import EnsembleConfig, EnsembleMode
+from ps.instructions import CloseRound, Contribution
 from ps.optimizers import Adam
 from ps.schedules import Constant
 from ps.store import StoreConfig
@@ -178,3 +179,33 @@ def test_who_answers_another_test_set_or_with_nan_does_not_vote(made, broken, ca
 
 def test_without_a_vote_the_summary_says_none(made):
     assert made().summary() == {"step": None, "weighted_vote": None, "plain_vote": None, "alone": [None, None]}
+
+
+def rounds(mode, learns):
+    """Train two members for three rounds on made-up pushes; return the weights of each round."""
+    for rank in (1, 0):
+        mode.agree(offer(), rank)
+    for rank in (1, 0):
+        mode.store.initialise_part(rank, np.zeros(mode.store.parts[rank].values_bytes, np.uint8))
+    weights = []
+    for step in range(3):
+        draw = np.random.default_rng(step)
+        labels = draw.integers(0, 3, 4)
+        for rank in (0, 1):
+            row = mode.store.row(rank)
+            row[:] = 0
+            views = side_views(mode.store.parts[rank], row)
+            views["logits"][...] = draw.normal(size=(4, 3))
+            views["labels"][...] = labels
+        pushes = tuple(Contribution(rank, rank, step + 1, 1.0, None, 4, 0.0) for rank in (0, 1))
+        weights.append(mode.close(CloseRound(step, pushes)))
+        if learns:
+            mode.learn()
+    return weights
+
+
+def test_a_round_is_weighed_by_what_the_last_one_taught_whoever_calls_learn_and_when(made):
+    """The server lets the master learn after its replies, when it gets to it."""
+    at_once, later = rounds(made(), learns=True), rounds(made(), learns=False)
+    assert at_once == later
+    assert len({weights[0] for weights in at_once}) == 3
