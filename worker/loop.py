@@ -1,5 +1,6 @@
 """The worker's loop: pull, compute, push, in the order in which it happens. Needs no TensorFlow."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,8 +15,10 @@ from worker.definitions import Dataset
 EVALUATION_BATCH = 500
 """Examples in one run of an evaluation; the result does not depend on it but for rounding."""
 
+_NUMBERS = re.compile(r"\d+")
+
 REPEAT_S = 10.0
-"""Shortest time between two lines about the same wait."""
+"""Shortest time between two lines about the same kind of wait, such as those of one round after the other."""
 
 
 class Computed(Protocol):
@@ -154,16 +157,16 @@ def evaluate(server: Pushes, evaluator: Measures, dataset: Dataset, every: int, 
 
 
 class WaitLog:
-    """Passes on what the server says it waits for, but not once a second."""
+    """Passes on what the server says it waits for, but not once a second: a new kind of wait at once."""
 
     def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
-        self._said_at: float | None = None
+        self._said: tuple[str, float] | None = None
 
     def __call__(self, waiting: str) -> None:
-        """Take note of a wait, and say so if nothing was said for a while."""
-        now = self._clock()
-        if self._said_at is None or now - self._said_at >= REPEAT_S:
-            self._said_at = now
+        """Take note of a wait, and say so if nothing was said of its kind for a while."""
+        now, kind = self._clock(), _NUMBERS.sub("", waiting.partition(" since ")[0])
+        if self._said is None or self._said[0] != kind or now - self._said[1] >= REPEAT_S:
+            self._said = kind, now
             self._say(f"waiting: {waiting}")

@@ -195,6 +195,9 @@ def as_options(options: dict[str, Any]) -> list[str]:
     return words
 
 
+# Where the tests run in the background of a script, Ctrl-C is ignored, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 P = TypeVar("P", bound=Process)
 
 

@@ -196,7 +196,8 @@ def answer_to(port, data):
         answer = b""
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             stranger.sendall(data)
-            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the server has hung up already; what it said is still to be read
+                stranger.shutdown(socket.SHUT_WR)
             while piece := stranger.recv(4096):
                 answer += piece
         return answer, stranger.getsockname()[1]
