@@ -144,7 +144,7 @@ def test_a_worker_that_fails_ends_all(train, tmp_path):
     script = train("--workers", 2, "--dataset", f"npz:{tmp_path}/none.npz")
     script.process.ends_with(CONFIGURATION)
     assert script.has_left_nothing()
-    failed = script.process.says(r"(worker-\d|evaluator) failed with exit code 2, which ends the run")[1]
+    failed = script.process.says(r"(worker-\d|validator|evaluator) failed with exit code 2, which ends the run")[1]
     script.process.says(rf"The end of {script.directory}/{failed}\.log:")
     script.process.says(r"none\.npz is missing: check the path after npz:")
 
