@@ -39,12 +39,18 @@ class Link:
         """Address of the peer, for messages."""
         return self.channel.peer
 
-    def send(self, message: Message, payload: Sequence[memoryview | bytes] = ()) -> None:
+    def send(
+        self,
+        message: Message,
+        payload: Sequence[memoryview | bytes] = (),
+        midway: Callable[[], object] | None = None,
+    ) -> None:
         """Send a message and its payload as one frame.
 
         Args:
             message: what to say.
             payload: buffers of the payload in order; together exactly what the layout says.
+            midway: called when half of the payload has been sent.
 
         Raises:
             LocalProtocolError: this side may not say this here, or not with this payload; nothing was sent.
@@ -57,8 +63,12 @@ class Link:
                 raise LocalProtocolError(
                     f"a {message.KIND.name} payload of {size_bytes} bytes cannot be sent; it must be {announced}"
                 )
-            frame = self.connection.send(message)
-            self.channel.send([frame, *payload], Patience(size_bytes, self.silence_s))
+            buffers = [self.connection.send(message), *payload]
+            if midway is not None:
+                first, buffers = _split(buffers, len(buffers[0]) + size_bytes // 2)
+                self.channel.send(first, Patience(size_bytes, self.silence_s))
+                midway()
+            self.channel.send(buffers, Patience(size_bytes, self.silence_s))
             self.spoke_at = time.monotonic()
 
     def send_if_quiet(self, message: Message, quiet_s: float) -> None:
@@ -98,7 +108,11 @@ class Link:
                 patience = Patience(self.connection.needed, self.silence_s)
 
     def receive_payload(
-        self, view: memoryview, block_ends: Sequence[int] = (), received: Callable[[int], None] | None = None
+        self,
+        view: memoryview,
+        block_ends: Sequence[int] = (),
+        received: Callable[[int], None] | None = None,
+        midway: Callable[[], object] | None = None,
     ) -> None:
         """Receive the payload of the last message straight into place.
 
@@ -106,6 +120,7 @@ class Link:
             view: where it goes; exactly as long as the payload.
             block_ends: ascending ends of the blocks in which it is read; every `RECEIVE_BLOCK` if empty.
             received: called with the end of each block once it is there, while the block is still in the cache.
+            midway: called when half of the payload has been received.
 
         Raises:
             LocalProtocolError: `view`, or the blocks, are not as long as the payload; nothing was read.
@@ -120,6 +135,11 @@ class Link:
         patience = Patience(view.nbytes, self.silence_s)
         start = 0
         for end in block_ends or range(RECEIVE_BLOCK, view.nbytes + RECEIVE_BLOCK, RECEIVE_BLOCK):
+            if midway is not None and end >= view.nbytes // 2:
+                half = view.nbytes // 2
+                self.channel.receive_into(view[start:half], patience)
+                midway()
+                start, midway, patience = half, None, Patience(view.nbytes, self.silence_s)
             self.channel.receive_into(view[start:end], patience)
             self.heard_at = time.monotonic()
             if received is not None:
@@ -143,10 +163,30 @@ class Link:
         """Cut the connection, from any thread."""
         self.channel.abort()
 
+    def half_close(self) -> None:
+        """Shut the sending side of the connection; what the peer sends can still be received."""
+        self.channel.half_close()
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close the connection; `linger_s` lets the peer read our last words first."""
         with self._sending:  # another thread's heartbeat must not hit a descriptor that has been given away
             self.channel.close(linger_s)
+
+
+Buffers = list[memoryview | bytes]
+
+
+def _split(buffers: Sequence[memoryview | bytes], at: int) -> tuple[Buffers, Buffers]:
+    """Part buffers into their first `at` bytes and the rest."""
+    first, rest = Buffers(), Buffers()
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if view.nbytes:
+            view = view.cast("B")
+            first.append(view[: max(at, 0)])
+            rest.append(view[max(at, 0) :])
+            at -= view.nbytes
+    return first, rest
 
 
 M = TypeVar("M", bound=Message)

@@ -105,6 +105,9 @@ class Channel(Protocol):
     def abort(self) -> None:
         """Cut the connection from any thread; a call that blocks on it ends with `ConnectionLost`."""
 
+    def half_close(self) -> None:
+        """Send nothing more, as the peer is told, while its bytes can still be received."""
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close; with `linger_s`, wait so long for the peer to close first, so that it reads our last words."""
 
@@ -225,6 +228,11 @@ class PlainChannel:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def half_close(self) -> None:
+        """Shut the sending side: the peer reads the end of the stream, and may go on sending."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; with `linger_s`, read and forget what still comes until the peer has closed.

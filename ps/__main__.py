@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,13 @@ from protocol.errors import ExitCode, Interrupted
 
 # All else is imported by `main` and what it calls: a Ctrl-C that comes while it loads is to be a sentence as well.
 if TYPE_CHECKING:
-    from ps.command_line import TokenRequest
+    from pathlib import Path
+
+    from protocol.injector import Faults
+    from ps.command_line import ExportRequest, TokenRequest
     from ps.config import ServerConfig
     from ps.console import Console
+    from ps.instructions import Finish
     from ps.server import ParameterServer
 
 PROGRAM = "weighmaster-ps"
@@ -40,12 +44,34 @@ class _ToConsole(logging.Handler):
 def serve(config: "ServerConfig") -> int:
     """Serve one run and return the exit code."""
     # The compiler behind the kernels takes a second that --help need not wait for.
+    from protocol.injection import Plan
+    from protocol.injector import Faults
+    from protocol.messages import Side
+    from ps.console import Console
+
+    plan = Plan.parse(config.inject, Side.SERVER)
+    console = Console(config.steps, sys.stdout)
+    handler = _ToConsole(console)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        if plan.announcement:
+            logger.warning("%s", plan.announcement)
+        with _opened(config, console, Faults(plan)) as server:
+            return _serve(config, server, console)
+    finally:
+        console.close()
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _opened(config: "ServerConfig", console: "Console", faults: "Faults") -> "Iterator[ParameterServer]":
+    """Check everything that can be checked before anybody is let in, and make the server."""
     import secrets
 
-    from protocol.messages import Status
     from protocol.tokens import read_grants
     from ps import outcome
-    from ps.console import Console
+    from ps.checkpointing import open_checkpoints
     from ps.server import ParameterServer
 
     grants = read_grants(config.token_file) if config.token_file else ()
@@ -56,43 +82,83 @@ def serve(config: "ServerConfig") -> int:
     ):
         if path is not None:
             outcome.check_writable(option, path)
-    initial_values = outcome.load_initial_values(config.init) if config.init else None
-    console = Console(config.steps, sys.stdout)
-    handler = _ToConsole(console)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        server = ParameterServer(config, console, secrets.randbits(63), grants, initial_values)
-        listener = server.listen()
-        outcome.make_run_directory(config.run_dir)
-        if config.summary is None:
-            outcome.check_writable("--run-dir", config.run_dir / "summary.json")
-        if config.port_file is not None:
-            outcome.write_port_file(config.port_file, listener.address.port)
-        logger.info("listening on %s, workers to come: %d", listener.address, config.workers)
-        _warn_of_exposure(config)
-        signal.signal(signal.SIGTERM, _interrupting(server))
-        signal.signal(signal.SIGINT, _interrupting(server))
-        finish = server.run(listener)
-        console.close()
-        summary = server.summary(finish)
-        summary_path = config.summary or config.run_dir / "summary.json"
-        try:  # that one result cannot be written must not cost the other
-            values = server.final_values()
-            if finish.status is Status.DONE and config.export is not None and values is not None:
-                outcome.export_values(config.export, values)
-                logger.info("final values are in %s", config.export)
+    outcome.make_run_directory(config.run_dir)
+    if config.summary is None:
+        outcome.check_writable("--run-dir", config.run_dir / "summary.json")
+    with open_checkpoints(config, faults) as (checkpoints, restored):
+        load_init = config.init is not None and restored is None
+        initial_values = outcome.load_initial_values(config.init) if config.init and load_init else None
+        server = ParameterServer(
+            config, console, secrets.randbits(63), grants, initial_values, checkpoints, restored, faults
+        )
+        try:
+            yield server
         finally:
-            outcome.write_summary(summary_path, summary)
-        if finish.status is Status.DONE:
-            logger.info("%s; summary in %s", _in_short(summary), summary_path)
-        else:
-            with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
-                print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}", file=sys.stderr)
-        return server.exit_code(finish)
+            server.close()
+
+
+def _serve(config: "ServerConfig", server: "ParameterServer", console: "Console") -> int:
+    from ps import outcome
+
+    listener = server.listen()
+    server.accept_history()
+    if config.port_file is not None:
+        outcome.write_port_file(config.port_file, listener.address.port)
+    logger.info("listening on %s, workers to come: %d", listener.address, config.start_workers)
+    _warn_of_exposure(config)
+    signal.signal(signal.SIGTERM, _interrupting(server))
+    signal.signal(signal.SIGINT, _interrupting(server))
+    finish = server.run(listener)
+    console.close()
+    return _leave_results(config, server, finish)
+
+
+def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "Finish") -> int:
+    """Write what the run leaves behind, and say how it ended; that one thing cannot be written costs no other."""
+    from protocol.errors import CheckpointError
+    from protocol.messages import Status
+    from ps import outcome
+
+    unkept: CheckpointError | None = None
+    try:
+        server.keep_last(finish)
+    except CheckpointError as error:
+        unkept = error
+    summary = server.summary(finish)
+    summary_path = config.summary or config.run_dir / "summary.json"
+    try:
+        values = server.final_values()
+        if finish.status is Status.DONE and config.export is not None and values is not None:
+            outcome.export_values(config.export, values)
+            logger.info("final values are in %s", config.export)
     finally:
-        console.close()
-        logger.removeHandler(handler)
+        outcome.write_summary(summary_path, summary)
+    if finish.status is not Status.DONE:
+        also = f"; and the last {unkept}" if unkept else ""
+        with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
+            print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}{also}", file=sys.stderr)
+        return unkept.exit_code if unkept else server.exit_code(finish)
+    logger.info("%s; summary in %s", _in_short(summary), summary_path)
+    if unkept is not None:
+        raise unkept
+    return server.exit_code(finish)
+
+
+def inspect(path: "Path") -> int:
+    """Show what is in a checkpoint, or in a directory of them."""
+    from ps.checkpoint_report import describe
+
+    print(describe(path))
+    return ExitCode.DONE
+
+
+def export(request: "ExportRequest") -> int:
+    """Write the values of a checkpoint to a file."""
+    from ps import checkpoint_report
+
+    checkpoint_report.export(request.directory, request.to, request.out)
+    print(f"values are in {request.out}")
+    return ExitCode.DONE
 
 
 def make_token(request: "TokenRequest") -> int:
@@ -115,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, _leave)
     from ps.command_line import build_command, execute
 
-    return execute(build_command(serve, make_token), arguments)
+    return execute(build_command(serve, make_token, inspect, export), arguments)
 
 
 def _warn_of_exposure(config: "ServerConfig") -> None:

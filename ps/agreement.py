@@ -90,9 +90,24 @@ class Agreement:
             self._hold(self._ensemble.store)
         return terms
 
+    def restore(self, manifest: Manifest) -> Store:
+        """Make the store of a checkpoint's variables before anybody joins: whoever comes must have the same.
+
+        Raises:
+            ConfigurationError: the memory does not suffice.
+        """
+        store = make_store(self._config, Layout.of(manifest), None)
+        self._hold(store)
+        return store
+
+    def restore_ensemble(self) -> None:
+        """Take over the store of an ensemble that was restored."""
+        assert self._ensemble is not None and self._ensemble.store is not None
+        self._hold(self._ensemble.store)
+
     def _hold(self, store: Store) -> None:
         self.store = store
-        slots = self._config.workers + self._config.validator_slots
+        slots = self._config.ranks + self._config.validator_slots
         self.receivers = tuple(store.receiver(slot) for slot in range(slots))
 
     def _agree(self, manifest: Manifest) -> None:

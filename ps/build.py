@@ -30,10 +30,11 @@ from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.evidence import Evidence
 from ps.master import Master
 from ps.optimizers import SGD, Adam, AdamW, Optimizer
-from ps.policy import RunPolicy
+from ps.policy import Consistency, RunPolicy
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.store import NotFinite, Store, StoreConfig
 from ps.validation import SECRET_BYTES, ValidatedRounds
+from ps.versions import VERSIONS
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -90,7 +91,7 @@ def _make_master(config: ServerConfig) -> Rule:
     from ps.user_network import load_user_master
 
     function = load_user_master(config.master)
-    return UserMaster(function, config.workers, validated=validated, seed=config.seed)
+    return UserMaster(function, config.ranks, validated=validated, seed=config.seed)
 
 
 def make_schedule(config: ServerConfig) -> Schedule:
@@ -109,8 +110,10 @@ def store_config(config: ServerConfig) -> StoreConfig:
     """Return what the store needs to know."""
     return StoreConfig(
         optimizer=make_optimizer(config),
-        slots=config.workers,
+        slots=config.ranks,
         references=config.validator_slots,
+        checkpoints=config.checkpoint_dir is not None,
+        versions=VERSIONS if config.consistency == "sync" else config.ranks + 2,
         reductions=config.aggregation not in RULES_OF_MEANS,
         threads=config.threads,
         clip_norm=config.clip_norm,
@@ -141,11 +144,13 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
     needed = Store.memory_bytes(layout, wanted)
     holders = [_count(n, noun) for n, noun in ((wanted.slots, "worker"), (wanted.references, "validator")) if n]
     logger.info(
-        "%s of %s; the server will hold %s (gradients of %s, 3 versions, moments)",
+        "%s of %s; the server will hold %s (gradients of %s, %d versions, moments%s)",
         _count(len(layout.slots), "variable"),
         size_text(layout.values_bytes),
         size_text(needed),
         " and ".join(holders),
+        wanted.versions,
+        ", a copy of them for checkpoints" if wanted.checkpoints else "",
     )
     if needed > config.max_memory:
         raise ConfigurationError(
@@ -169,7 +174,7 @@ def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] 
     if config.mode != MODE:
         return None
     wanted = EnsembleConfig(
-        members=config.workers,
+        members=config.ranks,
         weighting=Weighting(config.weighting),
         acts_on=ActsOn(config.weight_acts_on),
         head=Head(config.head),
@@ -190,7 +195,7 @@ def warm_up(config: ServerConfig) -> None:
 
 
 def secret_of(config: ServerConfig) -> bytes:
-    """Return the secret that draws the validated rounds.
+    """Return the secret that draws the validated rounds of a run that begins.
 
     Raises:
         ConfigurationError: its file cannot be read, or is empty.
@@ -210,22 +215,25 @@ def secret_of(config: ServerConfig) -> bytes:
     return hashlib.sha256(seed).digest()
 
 
-def policy_of(config: ServerConfig) -> RunPolicy:
-    """Return what the coordinator needs to know.
-
-    Raises:
-        ConfigurationError: see `secret_of`.
-    """
+def policy_of(config: ServerConfig, secret: bytes) -> RunPolicy:
+    """Return what the coordinator needs to know; `secret` draws the validated rounds."""
     return RunPolicy(
-        config.workers,
-        config.steps,
-        config.start_timeout,
-        config.round_timeout,
-        config.rejoin_timeout,
-        config.drain_timeout,
-        config.evaluators,
-        config.awaited_validators,
-        config.validator_slots,
-        ValidatedRounds(config.validator_every or 1, secret_of(config)),
-        Weighting(config.weighting) if config.mode == MODE else None,
+        workers=config.ranks,
+        steps=config.steps,
+        start_timeout_s=config.start_timeout,
+        round_timeout_s=config.round_timeout,
+        rejoin_timeout_s=config.rejoin_timeout,
+        drain_timeout_s=config.drain_timeout,
+        evaluators=config.evaluators,
+        validators=config.awaited_validators,
+        validator_slots=config.validator_slots,
+        validated=ValidatedRounds(config.validator_every or 1, secret),
+        weighting=Weighting(config.weighting) if config.mode == MODE else None,
+        elastic=config.elastic,
+        consistency=Consistency(config.consistency),
+        quorum=config.quorum,
+        shrink=config.worker_loss == "shrink",
+        max_staleness=config.max_staleness,
+        ssp_bound=config.ssp_bound,
+        idle_timeout_s=config.idle_timeout,
     )

@@ -3,13 +3,15 @@
 `RoundCloser.close` is where the weights are updated.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.errors import CheckpointError
 from ps.aggregation import Decision, Need, RoundView, Rule, clip_factors
 from ps.geometry import Geometry, from_products, from_projections
 from ps.instructions import CloseRound, Contribution
@@ -43,6 +45,17 @@ class Alarmed(Protocol):
 
 
 @runtime_checkable
+class Remembers(Protocol):
+    """A rule whose decisions depend on earlier rounds; a checkpoint keeps what it knows of them."""
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later decisions depend on, as arrays and plain values."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+
+
+@runtime_checkable
 class Totals(Protocol):
     """A rule that measures many gradients against their total, and says what each counts in it."""
 
@@ -70,16 +83,31 @@ class Closed:
 class RoundCloser:
     """Holds the rule, its memory included, and the reference gradient between the rounds.
 
+    Args:
+        rule: judges each round.
+        schedule: of the learning rate.
+        clip_worker_norm: largest norm of one gradient; None for no limit.
+        staleness_discount: the learning rate of a round whose gradients are up to s steps old is multiplied by
+            `(1 + s)^-discount`.
+            Source: Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019 (polynomial staleness).
+
     Attributes:
         rule: judges each round.
         unapplied: rounds in a row of which the rule applied nothing, those judged by an old reference left out.
     """
 
-    def __init__(self, rule: Rule, schedule: Schedule, clip_worker_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        schedule: Schedule,
+        clip_worker_norm: float | None = None,
+        staleness_discount: float = 0.0,
+    ) -> None:
         self.rule = rule
         self.unapplied = 0
         self._schedule = schedule
         self._clip_worker_norm = clip_worker_norm
+        self._staleness_discount = staleness_discount
         self._references: tuple[int, ...] = ()
         self._reference_norm: float | None = None
 
@@ -110,12 +138,17 @@ class RoundCloser:
             store.skip()
             return Closed(view, decision, counted, fresh)
         self.unapplied = 0
-        rate = self._schedule(closing.step)
+        rate = self._rate(closing)
         if decision.trim is not None:
             store.apply_trimmed(tuple(counted), decision.trim, rate)
         else:
             store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate)
         return Closed(view, decision, counted, fresh)
+
+    def _rate(self, closing: CloseRound) -> float:
+        rate = self._schedule(closing.step)
+        oldest = max((c.staleness for c in closing.contributions if not c.refused), default=0)
+        return rate * math.pow(1.0 + oldest, -self._staleness_discount)
 
     def _factors(self, view: RoundView, decision: Decision) -> list[float] | None:
         counted = decision.weights > 0
@@ -157,6 +190,48 @@ class RoundCloser:
         if isinstance(self.rule, Learner):
             self.rule.learn()
 
+    # ---- checkpoints -----------------------------------------------------------------------------------
+
+    @property
+    def references(self) -> tuple[int, ...]:
+        """The rows of the store that later rounds are still compared with: a checkpoint must hold them."""
+        return self._references if Need.REFERENCE in self.rule.needs else ()
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later rounds depend on beside the store, as arrays and plain values."""
+        return {
+            "unapplied": self.unapplied,
+            "references": list(self._references),
+            "reference_norm": self._reference_norm,
+            "rule": self.rule.state() if isinstance(self.rule, Remembers) else None,
+            "rule_name": type(self.rule).__name__,
+        }
+
+    def restore(self, state: Mapping[str, Any], moved_rows: int = 0, room: range | None = None) -> None:
+        """Take over what `state` returned; the store must have got its references back.
+
+        Args:
+            state: as it was returned, or read from JSON.
+            moved_rows: by how much the rows of validators have moved, with the number of workers.
+            room: the rows of validators, if they may be fewer now.
+
+        Raises:
+            CheckpointError: the memory is another rule's, or the user's own master has other variables now.
+        """
+        name = type(self.rule).__name__
+        if isinstance(self.rule, Remembers) and state["rule"] is not None:
+            if state["rule_name"] != name:
+                raise CheckpointError(
+                    f"the checkpoint has the memory of the rule {state['rule_name']}, and this run's is {name}: "
+                    "give the same --aggregation and --master as before"
+                )
+            self.rule.restore(state["rule"])
+        self.unapplied = int(state["unapplied"])
+        rows = [int(row) + moved_rows for row in state["references"]]
+        self._references = tuple(row for row in rows if room is None or row in room)
+        norm = state["reference_norm"]
+        self._reference_norm = None if norm is None else float(norm)
+
 
 def _view(closing: CloseRound, names: Sequence[str]) -> RoundView:
     everyone = closing.contributions
@@ -172,13 +247,22 @@ def _view(closing: CloseRound, names: Sequence[str]) -> RoundView:
     )
 
 
-def line_of(step: int, contributions: Sequence[Contribution], closed: Closed) -> dict[str, object]:
-    """Return what is written of a closed round, ready for JSON."""
+def line_of(
+    step: int, contributions: Sequence[Contribution], closed: Closed, late: Sequence[int] = ()
+) -> dict[str, object]:
+    """Return what is written of a closed round, ready for JSON.
+
+    Args:
+        step: of the round.
+        contributions: who pushed, in rank order.
+        closed: what became of it.
+        late: ranks that it closed without.
+    """
     line: dict[str, object] = {
         "step": step,
         "ranks": [c.rank for c in contributions],
         "refused": [c.rank for c in contributions if c.refused],
-        "late": [],
+        "late": list(late),
         "weights": {str(rank): round(weight, 6) for rank, weight in closed.weights.items()},
     }
     if closed.fresh:

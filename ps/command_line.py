@@ -1,14 +1,12 @@
 """The command `weighmaster-ps`: options in, `ServerConfig` out. What it then runs is handed in."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 import click
 import cloup
@@ -16,20 +14,15 @@ from click.core import ParameterSource
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.messages import Role
-from ps.config import CHOICES, DEFAULT_WEIGHT_DECAY, ServerConfig, default_of, option_name
+from ps.combinations import option_name
+from ps.config import ServerConfig
+from ps.options import OPTION_GROUPS, TYPES, common
 
 PROGRAM = "weighmaster-ps"
 """With this name begins each sentence that ends the process, however it was started."""
 
 STARTED_AS = "WEIGHMASTER_STARTED_AS"
 """The scripts tell by this variable what the user typed."""
-
-_TYPES: dict[Any, Any] = {
-    int: click.INT,
-    float: click.FLOAT,
-    str: click.STRING,
-    Path: click.Path(path_type=Path),
-}
 
 
 @dataclass(frozen=True)
@@ -49,16 +42,22 @@ class TokenRequest:
     file: Path | None
 
 
-def size_bytes(text: str) -> int:
-    """Read a size such as `500M`: a number with suffix k, M, G or T (powers of 1024), or plain bytes.
+@dataclass(frozen=True)
+class ExportRequest:
+    """What `weighmaster-ps export` is asked for.
 
-    Raises:
-        click.BadParameter: the text is no size.
+    Attributes:
+        directory: one checkpoint, or a directory of them.
+        to: format, of `EXPORT_FORMATS`.
+        out: file to write.
     """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kKmMgGtT]?)", text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a size in bytes; write 500M or 8G, for instance.")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+    directory: Path
+    to: str
+    out: Path
+
+
+EXPORT_FORMATS = ("npz", "safetensors")
 
 
 def invocation() -> str:
@@ -84,182 +83,25 @@ def _version() -> str:
         return "of a checkout that is not installed"
 
 
-def _common(name: str, text: str) -> dict[str, Any]:
-    return {
-        "envvar": f"WEIGHMASTER_{name.upper()}",
-        "show_envvar": True,
-        "help": text,
-    }
-
-
-def _option(
-    name: str,
-    text: str,
-    *,
-    unset: str | None = None,
-    metavar: str | None = None,
-    default: object = None,
-    type: Any = None,
-) -> Callable[[Any], Any]:
-    """Declare the option of one field of `ServerConfig`; its default and type are the field's.
-
-    `unset` says what happens without it, for fields whose default is None.
-    """
-    kind = ServerConfig.__dataclass_fields__[name].type
-    if isinstance(kind, UnionType):
-        kind = get_args(kind)[0]
-    default = default_of(name) if default is None else default
-    attributes = _common(name, f"{text}.") | {"default": default, "show_default": unset or True}
-    if kind is bool:
-        attributes["show_default"] = "off"
-        return cloup.option(f"{option_name(name)}/{option_name('no_' + name)}", name, **attributes)
-    type = type or (click.Choice(CHOICES[name]) if name in CHOICES else _TYPES[kind])
-    return cloup.option(option_name(name), name, type=type, metavar=metavar, **attributes)
-
-
-def _seconds(name: str, text: str) -> Callable[[Any], Any]:
-    return _option(name, text, metavar="SECONDS")
-
-
-_NOT_KEPT = "not written"
-
-_OPTION_GROUPS = (
-    cloup.option_group(
-        "The run",
-        _option("workers", "Workers that take part; round 0 waits for all", unset="none; required", metavar="N"),
-        _option("steps", "Rounds of the run", unset="none; required", metavar="N"),
-        _option("evaluators", "Evaluators whose report the end waits for, even if they come late", metavar="N"),
-        _option("shards", "Parts of the training data, at least --workers", unset="--workers", metavar="N"),
-        _option("seed", "Seed of everything random, also the workers'", metavar="N"),
-        _option("threads", "Threads of an update", unset="CPUs available, at most 4", metavar="N"),
-        _option("mode", "Whose variables: one set for all workers, or a network of its own for each"),
-        _option("consistency", "When a round closes: when all workers have pushed"),
-        _option("on_worker_loss", "What a round does whose worker is lost: wait for its return"),
-    ),
-    cloup.option_group(
-        "Gradients",
-        _option("aggregation", "Rule that makes one gradient of all; an ensemble has master alone"),
-        _option("mean_over", "mean, clipped_mean: what counts the same: each worker, or each example"),
-        _option(
-            "faulty_workers",
-            "trimmed_mean, krum, multi_krum: how many workers may be bad",
-            unset="as many as the rule stands",
-            metavar="N",
-        ),
-        _option(
-            "master", "master: a network of your own, in TensorFlow", unset="built in", metavar="FILE.py:FUNCTION"
-        ),
-        _option("clip_worker_norm", "Largest norm of one worker's gradient", unset="no limit", metavar="NORM"),
-        _option("clip_norm", "Largest norm of the aggregated gradient", unset="no limit", metavar="NORM"),
-    ),
-    cloup.option_group(
-        "Ensemble (--mode ensemble --aggregation master)",
-        _option("weighting", "What a weight is of: a member's whole batch, or each of its examples"),
-        _option("head", "How the master's scores become weights: with sum 1, or each for itself"),
-        _option("weight_acts_on", "What the weight of a batch multiplies: the gradient, or the step"),
-    ),
-    cloup.option_group(
-        "Validation (cosine_trust, evidence, master)",
-        _option(
-            "validators",
-            "Validators that the start waits for, and that there is room for",
-            unset="1 if asked for below; one may come later",
-            metavar="N",
-        ),
-        _option(
-            "validator_every",
-            "Validate round 0 and one round in K on average, which ones only the server knows",
-            unset="every round, once a validator is there",
-            metavar="K",
-        ),
-        _option(
-            "validator_seed_file",
-            "File whose bytes draw the rounds, for repeatable runs; keep it from the workers",
-            unset="a secret of this run",
-            metavar="FILE",
-        ),
-    ),
-    cloup.option_group(
-        "Optimizer",
-        _option("optimizer", "What turns a gradient into new values"),
-        _option("learning_rate", "Step size, before the schedule", metavar="RATE"),
-        _option("beta1", "adam, adamw: decay of the first moment", metavar="FRACTION"),
-        _option("beta2", "adam, adamw: decay of the second moment", metavar="FRACTION"),
-        _option("epsilon", "adam, adamw: term against division by zero", metavar="NUMBER"),
-        _option("weight_decay", "adamw: decoupled weight decay", unset=f"{DEFAULT_WEIGHT_DECAY}", metavar="RATE"),
-        _option("momentum", "sgd: momentum", metavar="FRACTION"),
-        _option("nesterov", "sgd: look ahead along the momentum"),
-        _option("ema_decay", "Decay of a moving average of the variables", unset="none kept", metavar="FRACTION"),
-    ),
-    cloup.option_group(
-        "Learning-rate schedule",
-        _option("schedule", "How the learning rate changes"),
-        _option("decay_steps", "exponential: steps of one decay; cosine: of all", unset="none", metavar="STEPS"),
-        _option("decay_rate", "exponential: factor of one decay", unset="none", metavar="FRACTION"),
-        _option("staircase", "exponential: decay at whole multiples of --decay-steps only"),
-        _option("warmup_steps", "Steps over which the rate rises from 0", metavar="STEPS"),
-    ),
-    cloup.option_group(
-        "Network and access",
-        _option("host", "Address to listen on; any but loopback needs --token-file or --insecure"),
-        _option("port", "TCP port; 0 takes any that is free", metavar="PORT"),
-        _option("port_file", "File for the port, written when listening", unset=_NOT_KEPT, metavar="FILE"),
-        _option("token_file", "Lines `name role rank token`, * is any", unset="no proof asked", metavar="FILE"),
-        _option("insecure", "Listen on any address without tokens: anyone who reaches the port may join"),
-        _option(
-            "congestion_control",
-            "auto (reno on loopback only), system, or a name that the kernel knows",
-            metavar="auto|system|NAME",
-        ),
-    ),
-    cloup.option_group(
-        "Time-outs",
-        _seconds("start_timeout", "Wait for the workers before round 0"),
-        _seconds("round_timeout", "Wait for a round's last push, from its first"),
-        _seconds("rejoin_timeout", "Wait for the return of a lost worker"),
-        _seconds("drain_timeout", "Wait for the workers' goodbyes at the end"),
-        _seconds("heartbeat_interval", "Own silence after which a heartbeat is sent"),
-        _seconds("heartbeat_timeout", "Silence of a peer after which it is lost"),
-    ),
-    cloup.option_group(
-        "Files and memory",
-        _option("run_dir", "Directory of this run's files", unset="runs/<time>", metavar="DIR"),
-        _option("init", "Initial values, safetensors", unset="one worker is asked", metavar="FILE"),
-        _option("export", "File for the final values", unset=_NOT_KEPT, metavar="FILE.safetensors"),
-        _option("summary", "File for what became of the run", unset=_NOT_KEPT, metavar="FILE.json"),
-        _option(
-            "max_memory",
-            "Memory in bytes, with suffix k, M or G, above which the server does not start",
-            unset="80 % of the machine's or container's",
-            metavar="BYTES",
-            type=size_bytes,
-        ),
-        _option(
-            "max_model_bytes",
-            "Largest set of variables that a worker may declare, in bytes, with suffix k, M or G",
-            metavar="BYTES",
-            default="8G",
-            type=size_bytes,
-        ),
-    ),
-)
-
-
 def _configuration(values: dict[str, Any]) -> ServerConfig:
-    for name, meaning in (("workers", "how many workers take part"), ("steps", "how many rounds to train")):
-        if values[name] is None:
-            raise ConfigurationError(
-                f"{option_name(name)} is missing: say {meaning}, there or in WEIGHMASTER_{name.upper()}"
-            )
+    if values["steps"] is None:
+        raise ConfigurationError("--steps is missing: say how many rounds to train, there or in WEIGHMASTER_STEPS")
     return ServerConfig(**{name: value for name, value in values.items() if value is not None})
 
 
-def build_command(serve: Callable[[ServerConfig], int], make_token: Callable[[TokenRequest], int]) -> cloup.Group:
-    """Make the command; without a sub-command it calls `serve`, with `token` it calls `make_token`.
+def build_command(
+    serve: Callable[[ServerConfig], int],
+    make_token: Callable[[TokenRequest], int],
+    inspect: Callable[[Path], int] | None = None,
+    export: Callable[[ExportRequest], int] | None = None,
+) -> cloup.Group:
+    """Make the command; without a sub-command it calls `serve`, with one what has its name.
 
     Args:
         serve: runs the server and returns the exit code.
         make_token: makes a token and returns the exit code.
+        inspect: shows what is in a checkpoint, or in a directory of them; None: there is no such sub-command.
+        export: writes the values of a checkpoint to a file; None: there is no such sub-command.
     """
 
     @click.version_option(_version(), prog_name=PROGRAM)
@@ -288,25 +130,68 @@ def build_command(serve: Callable[[ServerConfig], int], make_token: Callable[[To
 
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     decorated: Any = command
-    for add_options in reversed(_OPTION_GROUPS):
+    for add_options in reversed(OPTION_GROUPS):
         decorated = add_options(decorated)
     group = cloup.group(PROGRAM, invoke_without_command=True, context_settings=settings)(decorated)
     group.add_command(_token_command(make_token))
+    if inspect is not None:
+        group.add_command(_inspect_command(inspect))
+    if export is not None:
+        group.add_command(_export_command(export))
     return group
 
 
-def _token_command(make_token: Callable[[TokenRequest], int]) -> click.Command:
-    def option(name: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
-        return cloup.option(option_name(name), name, **{"show_default": True} | _common(name, text) | attributes)
+def _option(name: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
+    return cloup.option(option_name(name), name, **{"show_default": True} | common(name, text) | attributes)
 
+
+def _checkpoint_directory() -> Callable[[Any], Any]:
+    kind = click.Path(exists=True, file_okay=False, path_type=Path)
+    return cloup.argument("directory", metavar="DIR", type=kind)
+
+
+def _inspect_command(inspect: Callable[[Path], int]) -> click.Command:
+    @cloup.command("inspect")
+    @_checkpoint_directory()
+    def command(directory: Path) -> int:
+        """Show what is in the checkpoint DIR, or in each of a directory of them, and whether it is undamaged."""
+        return inspect(directory)
+
+    return command
+
+
+def _export_command(export: Callable[[ExportRequest], int]) -> click.Command:
+    @cloup.command("export")
+    @_checkpoint_directory()
+    @_option("to", "Format of the file.", type=click.Choice(EXPORT_FORMATS), default="safetensors")
+    @_option(
+        "out",
+        "File to write, ending in the format's name.",
+        type=TYPES[Path],
+        metavar="FILE",
+        show_default="DIR with this ending, beside it",
+    )
+    def command(directory: Path, to: str, out: Path | None) -> int:
+        """Write the values in the checkpoint DIR, or in the newest good one of a directory of them, to a file."""
+        if out is None:
+            whole = directory.resolve()  # `.` has no name
+            out = whole.with_name(f"{whole.name}.{to}")
+        if out.suffix != f".{to}":
+            raise ConfigurationError(f"--out must name a file that ends in .{to}, as --to {to} does, not {out}")
+        return export(ExportRequest(directory, to, out))
+
+    return command
+
+
+def _token_command(make_token: Callable[[TokenRequest], int]) -> click.Command:
     @cloup.command("token")
-    @option("name", "Whom the token is for; * is anyone.", default="*")
-    @option("role", "What its holder may be.", type=click.Choice([role.value for role in Role]), default="worker")
-    @option("rank", "Rank that it is good for; * is any.", type=_rank, default="*", metavar="R")
-    @option(
+    @_option("name", "Whom the token is for; * is anyone.", default="*")
+    @_option("role", "What its holder may be.", type=click.Choice([role.value for role in Role]), default="worker")
+    @_option("rank", "Rank that it is good for; * is any.", type=_rank, default="*", metavar="R")
+    @_option(
         "file",
         "File to which the line is appended, made readable by you alone.",
-        type=_TYPES[Path],
+        type=TYPES[Path],
         metavar="FILE",
         show_default="standard output",
     )

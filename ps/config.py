@@ -1,16 +1,28 @@
 """What the operator asks of the server: typed, checked, and silent about nothing that cannot be done."""
 
-import math
-import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
 from protocol.transport import is_loopback
+from ps.combinations import (
+    AT_EACH_PUSH,
+    BOUNDS,
+    CHOICES,
+    COLUMNS,
+    MAX_WORKERS,
+    NEEDS,
+    RULES_WITH_FAULTY,
+    RULES_WITH_VALIDATORS,
+    Need,
+    check_combination,
+    option_name,
+)
+from ps.combinations import RULES_OF_MEANS as RULES_OF_MEANS
+from ps.machine import available_cpus, memory_limit_bytes
 
 MEMORY_SHARE = 0.8
 """Share of the machine's or container's memory that the server may plan for; the rest is the system's."""
@@ -22,204 +34,6 @@ DEFAULT_WEIGHT_DECAY = 0.01
 """AdamW's decay if none is given; with 0 it would be Adam."""
 
 
-# ---- what goes with what -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One row of what goes with what: any value of each column goes with any value of the others."""
-
-    mode: tuple[str, ...]
-    consistency: tuple[str, ...]
-    aggregation: tuple[str, ...]
-    on_worker_loss: tuple[str, ...]
-
-
-RULES_OF_MEANS = ("mean", "clipped_mean")
-RULES_WITH_FAULTY = ("trimmed_mean", "krum", "multi_krum")
-RULES_WITH_VALIDATORS = ("cosine_trust", "evidence", "master")
-RULES = (*RULES_OF_MEANS, "median", *RULES_WITH_FAULTY, *RULES_WITH_VALIDATORS)
-
-COMBINATIONS: tuple[Combination, ...] = (
-    Combination(mode=("shared",), consistency=("sync",), aggregation=RULES, on_worker_loss=("wait",)),
-    Combination(mode=("ensemble",), consistency=("sync",), aggregation=("master",), on_worker_loss=("wait",)),
-)
-"""All that the server can do. Choices, refusals and help texts come from here."""
-
-COLUMNS: tuple[str, ...] = tuple(column.name for column in fields(Combination))
-
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    **{
-        column: tuple(dict.fromkeys(value for row in COMBINATIONS for value in getattr(row, column)))
-        for column in COLUMNS
-    },
-    "mean_over": ("workers", "examples"),
-    "weighting": ("batch", "sample"),
-    "head": ("softmax", "sigmoid"),
-    "weight_acts_on": ("gradient", "update"),
-    "optimizer": ("adam", "adamw", "sgd"),
-    "schedule": ("constant", "exponential", "cosine"),
-}
-"""The values of every option that takes one of a few words."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """`option`, set to anything but its default, does something only when `other` is one of `values`."""
-
-    option: str
-    other: str
-    values: tuple[str, ...]
-
-
-NEEDS: tuple[Need, ...] = (
-    *(
-        Need(option, "mode", ("shared",))
-        for option in (
-            *("evaluators", "shards", "validators", "validator_every", "validator_seed_file"),
-            *("clip_worker_norm", "clip_norm", "ema_decay"),
-        )
-    ),
-    *(Need(option, "mode", ("ensemble",)) for option in ("weighting", "head", "weight_acts_on")),
-    Need("weight_acts_on", "weighting", ("batch",)),
-    Need("mean_over", "aggregation", RULES_OF_MEANS),
-    Need("clip_worker_norm", "aggregation", tuple(r for r in RULES if r not in ("median", "trimmed_mean"))),
-    Need("faulty_workers", "aggregation", RULES_WITH_FAULTY),
-    Need("validators", "aggregation", RULES_WITH_VALIDATORS),
-    Need("validator_every", "aggregation", RULES_WITH_VALIDATORS),
-    Need("validator_seed_file", "aggregation", RULES_WITH_VALIDATORS),
-    Need("master", "aggregation", ("master",)),
-    Need("beta1", "optimizer", ("adam", "adamw")),
-    Need("beta2", "optimizer", ("adam", "adamw")),
-    Need("epsilon", "optimizer", ("adam", "adamw")),
-    Need("weight_decay", "optimizer", ("adamw",)),
-    Need("momentum", "optimizer", ("sgd",)),
-    Need("nesterov", "optimizer", ("sgd",)),
-    Need("decay_steps", "schedule", ("exponential", "cosine")),
-    Need("decay_rate", "schedule", ("exponential",)),
-    Need("staircase", "schedule", ("exponential",)),
-)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a number; `above` and `below` are excluded, `low` and `high` are allowed."""
-
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def allow(self, value: float) -> bool:
-        """Tell whether `value` is finite and within the limits."""
-        return (
-            math.isfinite(value)
-            and (self.low is None or value >= self.low)
-            and (self.above is None or value > self.above)
-            and (self.high is None or value <= self.high)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        limits = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
-        return " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
-
-
-_POSITIVE = Bounds(above=0)
-_SECONDS = Bounds(above=0, high=10**8)
-
-BOUNDS: Mapping[str, Bounds] = {
-    "port": Bounds(low=0, high=65535),
-    "workers": Bounds(low=1, high=1024),
-    "evaluators": Bounds(low=0, high=1024),
-    "validators": Bounds(low=0, high=64),
-    "validator_every": Bounds(low=1, high=10**9),
-    "faulty_workers": Bounds(low=0, high=1024),
-    "shards": Bounds(low=1, high=1_000_000),
-    "steps": Bounds(low=1, high=10**15),
-    "seed": Bounds(low=0, high=2**63 - 1),
-    "threads": Bounds(low=1, high=256),
-    "learning_rate": _POSITIVE,
-    "beta1": Bounds(low=0, below=1),
-    "beta2": Bounds(low=0, below=1),
-    "epsilon": _POSITIVE,
-    "weight_decay": Bounds(low=0),
-    "momentum": Bounds(low=0, below=1),
-    "decay_steps": Bounds(low=1, high=10**15),
-    "decay_rate": Bounds(above=0, high=1),
-    "warmup_steps": Bounds(low=0, high=10**15),
-    "clip_worker_norm": _POSITIVE,
-    "clip_norm": _POSITIVE,
-    "ema_decay": Bounds(above=0, below=1),
-    "start_timeout": _SECONDS,
-    "round_timeout": _SECONDS,
-    "rejoin_timeout": _SECONDS,
-    "drain_timeout": _SECONDS,
-    "heartbeat_interval": _SECONDS,
-    "heartbeat_timeout": _SECONDS,
-    "max_memory": Bounds(low=1 << 20),
-    "max_model_bytes": Bounds(low=1),
-}
-"""Limits of every option that is a number."""
-
-
-def check_combination(asked: Mapping[str, str], table: Sequence[Combination] = COMBINATIONS) -> None:
-    """Check that one row of `table` has all of `asked`.
-
-    Args:
-        asked: the value of each column of `Combination`, by column.
-        table: what goes with what.
-
-    Raises:
-        ConfigurationError: naming two options that never go together, or all when any two would.
-    """
-    if any(all(asked[column] in getattr(row, column) for column in COLUMNS) for row in table):
-        return
-    clash: Sequence[str] = COLUMNS
-    pairs = [(one, other) for index, one in enumerate(COLUMNS) for other in COLUMNS[index + 1 :]]
-    for one, other in pairs:
-        if not any(asked[one] in getattr(row, one) and asked[other] in getattr(row, other) for row in table):
-            clash = (one, other)
-            break
-    named = [f"{option_name(column)} {asked[column]}" for column in clash]
-    raise ConfigurationError(f"{', '.join(named[:-1])} and {named[-1]} do not go together; change one of them")
-
-
-# ---- the configuration ---------------------------------------------------------------------------------
-
-
-def available_cpus() -> int:
-    """Count the CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that this process may use: the smaller of the machine's and the cgroups', in bytes.
-
-    Args:
-        root: where `proc` and `sys` are, for tests.
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    cgroups = root / "sys/fs/cgroup"
-    candidates = [cgroups / "memory/memory.limit_in_bytes"]
-    own = _read(root / "proc/self/cgroup")
-    for line in own.splitlines():
-        if line.startswith("0::"):
-            group = cgroups / line.removeprefix("0::").strip().lstrip("/")
-            candidates.extend(
-                parent / "memory.max" for parent in (group, *group.parents) if parent.is_relative_to(cgroups)
-            )
-    limits.extend(int(text) for text in map(_read, candidates) if text.strip().isdigit())
-    return min(limits)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _default_run_dir() -> Path:
     return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
 
@@ -229,15 +43,20 @@ class ServerConfig:
     """Everything that the server is told; times are seconds, sizes are bytes.
 
     Attributes:
-        workers: ranks that round 0 waits for.
-        steps: rounds until the run is done, counted over all resumes.
+        steps: rounds until the run is done, counted over all resumes; `async` and `ssp`: applied pushes.
+        workers: ranks that round 0 waits for; None: elastic, workers come and go, and the first one starts.
         host: address to listen on; one that is not loopback needs `token_file` or `insecure`.
         port: TCP port; 0 takes any that is free.
         port_file: where to write the port once the server listens.
         evaluators: that the end waits for even if they come late, `drain_timeout` at most.
-        shards: parts into which the training data is divided; None: as many as workers.
+        shards: parts into which the training data is divided; None: as many as workers. Without `workers` it is
+            also the number of ranks that there is room for.
         mode: one set of variables for all (`shared`), or a network of its own for each worker (`ensemble`).
-        consistency: when a round closes (`sync`: all have pushed).
+        consistency: when values change: in rounds (`sync`), at each push (`async`), or so within a bound (`ssp`).
+        quorum: usable pushes that close a round; None: those of all.
+        max_staleness: async, ssp: updates since its values were taken up to which a push is applied; None: any.
+        staleness_discount: async, ssp: exponent A; a push that is s updates late counts (1 + s)^-A.
+        ssp_bound: ssp: pushes that a rank may be ahead of the slowest live one.
         aggregation: the rule that makes one gradient of W.
         faulty_workers: how many workers `trimmed_mean`, `krum` and `multi_krum` assume to be bad; None: as many as
             the rule can stand.
@@ -268,15 +87,23 @@ class ServerConfig:
         ema_decay: decay of the moving average of the variables; None: none is kept.
         seed: of everything random, handed out to the workers.
         threads: that update the variables.
-        on_worker_loss: what becomes of a round whose worker is lost (`wait`).
+        on_worker_loss: what becomes of a round whose worker is lost: it stays open (`wait`), or closes with the
+            others (`shrink`); None: see `worker_loss`.
         start_timeout: wait for the first `workers` ranks.
         round_timeout: wait for a round's last push, from its first.
         rejoin_timeout: wait for a lost worker's return.
+        idle_timeout: wait for any push at all.
         drain_timeout: wait for the workers' goodbyes at the end.
         heartbeat_interval: own silence after which a heartbeat is sent.
         heartbeat_timeout: a peer's silence after which it is lost.
         run_dir: directory of this run's files.
-        init: safetensors file of initial values; None: one rank is asked.
+        init: safetensors file of initial values, not looked at where there is a checkpoint to go on from; None: one
+            rank is asked.
+        checkpoint_dir: directory of the checkpoints; None: none are kept.
+        checkpoint_every: steps from one checkpoint to the next; at 1 the run also waits for each to be written.
+        keep: newest checkpoints that stay.
+        resume: go on from the newest good checkpoint; start afresh where there is none.
+        inject: faults on purpose, as `protocol.injection` reads them.
         export: where to write the final values.
         summary: where to write what became of the run.
         token_file: `name role rank token` lines; None: no proof is asked for.
@@ -286,8 +113,8 @@ class ServerConfig:
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
     """
 
-    workers: int
     steps: int
+    workers: int | None = None
     host: str = "127.0.0.1"
     port: int = 5014
     port_file: Path | None = None
@@ -295,6 +122,10 @@ class ServerConfig:
     shards: int | None = None
     mode: str = "shared"
     consistency: str = "sync"
+    quorum: int | None = None
+    max_staleness: int | None = None
+    staleness_discount: float = 0.0
+    ssp_bound: int = 3
     aggregation: str = "mean"
     faulty_workers: int | None = None
     validators: int | None = None
@@ -323,15 +154,21 @@ class ServerConfig:
     ema_decay: float | None = None
     seed: int = 0
     threads: int = field(default_factory=lambda: min(MAX_UPDATE_THREADS, available_cpus()))
-    on_worker_loss: str = "wait"
+    on_worker_loss: str | None = None
     start_timeout: float = 300.0
     round_timeout: float = 300.0
     rejoin_timeout: float = 120.0
+    idle_timeout: float = 3600.0
     drain_timeout: float = 30.0
     heartbeat_interval: float = 5.0
     heartbeat_timeout: float = 30.0
     run_dir: Path = field(default_factory=_default_run_dir)
     init: Path | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 100
+    keep: int = 3
+    resume: bool = False
+    inject: tuple[str, ...] = ()
     export: Path | None = None
     summary: Path | None = None
     token_file: Path | None = None
@@ -351,11 +188,13 @@ class ServerConfig:
             if value is not None and not bounds.allow(value):
                 raise ConfigurationError(f"{option_name(name)} must be {bounds}, not {value}")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigurationError(
-                    f"{option_name(name)} must be {' or '.join(choices)}, not {getattr(self, name)}"
-                )
-        check_combination({column: getattr(self, column) for column in COLUMNS})
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigurationError(f"{option_name(name)} must be {' or '.join(choices)}, not {value}")
+        check_combination(
+            {column: getattr(self, column) for column in COLUMNS} | {"on_worker_loss": self.worker_loss}
+        )
+        self._check_membership()
         self._check_needs()
         self._check_pairs()
         self._check_access()
@@ -366,11 +205,35 @@ class ServerConfig:
             )
 
     @property
+    def elastic(self) -> bool:
+        """Whether workers come and go as they like, and none is waited for but the first."""
+        return self.workers is None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that there is room for: 0 to `ranks - 1`."""
+        ranks = self.shards if self.workers is None else self.workers
+        assert ranks is not None  # see _check_membership
+        return ranks
+
+    @property
+    def start_workers(self) -> int:
+        """Ranks that round 0 waits for."""
+        return 1 if self.workers is None else self.workers
+
+    @property
+    def worker_loss(self) -> str:
+        """What becomes of a round whose worker is lost, `wait` or `shrink`."""
+        if self.on_worker_loss is not None:
+            return self.on_worker_loss
+        return "shrink" if self.elastic or self.consistency in AT_EACH_PUSH else "wait"
+
+    @property
     def shard_count(self) -> int:
         """Parts into which the training data is divided; 1 in an ensemble, whose members all train on all of it."""
         if self.mode == "ensemble":
             return 1
-        return self.workers if self.shards is None else self.shards
+        return self.ranks if self.shards is None else self.shards
 
     @property
     def awaited_validators(self) -> int:
@@ -394,18 +257,55 @@ class ServerConfig:
         if self.faulty_workers is not None:
             return self.faulty_workers
         needed_beside = 1 if self.aggregation == "trimmed_mean" else 3
-        return max(0, (self.workers - needed_beside) // 2)
+        return max(0, ((self.quorum or self.ranks) - needed_beside) // 2)
+
+    @property
+    def decay_of_weights(self) -> float | None:
+        """AdamW's decoupled decay; None for other optimizers."""
+        if self.optimizer != "adamw":
+            return None
+        return DEFAULT_WEIGHT_DECAY if self.weight_decay is None else self.weight_decay
 
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != default_of(name))
 
+    def _meets(self, need: Need) -> bool:
+        other = getattr(self, need.other)
+        return other in need.values if need.values else other is not None
+
+    def _check_membership(self) -> None:
+        if self.workers is None:
+            if self.mode == "ensemble":
+                raise ConfigurationError("--mode ensemble needs --workers: it has a network for each of them")
+            if self.shards is None:
+                raise ConfigurationError(
+                    "--workers is missing: say how many workers take part, there or in WEIGHMASTER_WORKERS, "
+                    "or give --shards instead, and workers come and go as they like"
+                )
+            if self.shards > MAX_WORKERS:
+                raise ConfigurationError(
+                    f"--shards {self.shards} without --workers is also the number of ranks, "
+                    f"which must be at most {MAX_WORKERS}"
+                )
+            if self.worker_loss == "wait":
+                raise ConfigurationError(
+                    "--on-worker-loss wait needs --workers: without it there is no number of workers to wait for"
+                )
+        if self.quorum is not None and self.quorum > self.ranks:
+            whole = "shards" if self.elastic else "workers"
+            raise ConfigurationError(
+                f"--quorum {self.quorum} is more than there can be; "
+                f"it must be at most {option_name(whole)}, which is {self.ranks}"
+            )
+
     def _check_needs(self) -> None:
         for need in NEEDS:
-            other = getattr(self, need.other)
-            if self._is_set(need.option) and other not in need.values:
+            if self._is_set(need.option) and not self._meets(need):
+                if not need.values:
+                    raise ConfigurationError(f"{option_name(need.option)} needs {option_name(need.other)}")
                 raise ConfigurationError(
                     f"{option_name(need.option)} works only with {option_name(need.other)} "
-                    f"{' or '.join(need.values)}, not with {option_name(need.other)} {other}"
+                    f"{' or '.join(need.values)}, not with {option_name(need.other)} {getattr(self, need.other)}"
                 )
         for name in ("decay_steps", "decay_rate"):
             wanted = any(need.option == name and self.schedule in need.values for need in NEEDS)
@@ -415,7 +315,7 @@ class ServerConfig:
             raise ConfigurationError("--nesterov needs --momentum above 0")
 
     def _check_pairs(self) -> None:
-        if self.mode == "shared" and self.shard_count < self.workers:
+        if self.mode == "shared" and self.shard_count < self.ranks:
             raise ConfigurationError(
                 f"--shards {self.shards} leaves some of --workers {self.workers} without data; "
                 f"it must be at least {self.workers}"
@@ -438,20 +338,27 @@ class ServerConfig:
         if self.export is not None and self.export.suffix != ".safetensors":
             raise ConfigurationError(f"--export must name a file that ends in .safetensors, not {self.export}")
         taken: dict[Path, str] = {}
-        for name in ("port_file", "init", "export", "summary", "token_file"):
+        for name in ("port_file", "init", "export", "summary", "token_file", "checkpoint_dir"):
             path = getattr(self, name)
             if path is not None and taken.setdefault(path, name) != name:
                 raise ConfigurationError(
-                    f"{option_name(taken[path])} and {option_name(name)} both name {path}; they need two files"
+                    f"{option_name(taken[path])} and {option_name(name)} both name {path}; give two names"
                 )
 
     def _check_faulty(self) -> None:
+        if self.elastic and self.faulty_workers is None and self.quorum is None:
+            raise ConfigurationError(
+                f"--aggregation {self.aggregation} without --workers cannot tell how many may be bad: "
+                "say it by --faulty-workers"
+            )
         faulty = self.assumed_faulty
         needed = 2 * faulty + (1 if self.aggregation == "trimmed_mean" else 3)
-        if self.workers < needed:
+        limit = "quorum" if self.quorum is not None else "shards" if self.elastic else "workers"
+        if getattr(self, limit) < needed:
             raise ConfigurationError(
                 f"--aggregation {self.aggregation} needs at least {needed} workers to stand {faulty} bad ones, "
-                f"--workers is {self.workers}: take more workers, a lower --faulty-workers or another rule"
+                f"{option_name(limit)} is {getattr(self, limit)}: "
+                "take more workers, a lower --faulty-workers or another rule"
             )
 
     def _check_access(self) -> None:
@@ -462,11 +369,6 @@ class ServerConfig:
                 f"--host {self.host} lets other machines connect, so it needs --token-file "
                 "(make one with the server's sub-command `token`), or --insecure to admit anyone"
             )
-
-
-def option_name(field_name: str) -> str:
-    """Return the option of a field: `start_timeout` is `--start-timeout`."""
-    return "--" + field_name.replace("_", "-")
 
 
 def default_of(name: str) -> Any:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protocol.messages import Logits, Push, Role, Status
-from ps import waits
+from ps import attendance, waits
 from ps.course import Course, Pending
-from ps.instructions import Announce, AskInitial, Contribution, Drop, Instruction, SendWeights, Take
+from ps.instructions import Announce, AskInitial, Begin, Contribution, Drop, Instruction, SendWeights, Take
 from ps.members import Granted, Identity, Member, SessionId, labelled, name_ranks
 from ps.policy import Phase
 from ps.rounds import Answer
@@ -29,6 +29,8 @@ class Coordinator(Course):
         """A connection has been welcomed under an identity that `registry.claim` granted."""
         before = self.registry.member(who.role, granted.rank)
         returns = before is not None and before.session is None
+        is_new = before is None or before.incarnation != who.incarnation
+        least = attendance.slowest(self)
         member = self.registry.bind(session, who, granted, threads, now)
         if self.phase is Phase.ENDED:
             return []
@@ -38,7 +40,10 @@ class Coordinator(Course):
         told: list[Instruction] = [
             Announce(f"{member.label} on {who.host} has {'returned' if returns else 'joined'}")
         ]
-        if self.phase is Phase.GATHERING and not self.registry.missing() and not self._validators_missing():
+        member.clock = max(member.clock, least or 0)
+        if is_new and self.policy.shrink and self.phase is Phase.RUNNING and self.open_round.has_begun:
+            member.since_step = self.step + 1
+        if self.phase is Phase.GATHERING and self._may_start(now):
             told += self._start(now)
         return told
 
@@ -56,6 +61,9 @@ class Coordinator(Course):
             told.append(Announce(f"an evaluator is lost: {reason}", warning=True))
         if session == self.asked and self.phase is Phase.INITIALISING:
             told += self._ask_next()
+        if self.phase is Phase.RUNNING and not self.policy.is_sync:  # others may have waited for this one
+            told += self._answer()
+            self._note_who_is_held(now, anew=True)
         if self.phase is Phase.DRAINING:
             told += self._drained(now)
         return told
@@ -73,13 +81,16 @@ class Coordinator(Course):
             if not is_validator:
                 member.lost_at = self.open_round.lose(member.rank, now)
             yield Announce(waits.lost(self, member, is_validator, now), warning=True)
+            if self.policy.leaves_out:
+                yield from self._weigh_if_complete(now)
+                yield from self._close_if_complete(now)
             return
         self.has_left_early = True
         if self.open_round.weighed is None:
             self.open_round.answers.pop(member.rank, None)
-        how = "rounds are judged" if is_validator else "rounds close"
+        how = "rounds are judged" if is_validator else "rounds close" if self.policy.is_sync else "the run goes on"
         yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
-        if not self.registry.active():
+        if not attendance.active(self):
             yield from self._finish(
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"
             )
@@ -89,10 +100,24 @@ class Coordinator(Course):
 
     # ---- events: the start ---------------------------------------------------------------------------
 
+    def _may_start(self, now: float) -> bool:
+        if self._validators_missing():
+            return False
+        if not self.registry.missing():
+            return True
+        there = len(attendance.live(self))
+        if self.policy.elastic:
+            return there > 0
+        # Whoever was left out before a restart of the server may never come back.
+        waited = now - self.phase_began >= self.policy.rejoin_timeout_s
+        return self.is_resumed and self.policy.leaves_out and waited and there >= max(1, attendance.needed(self))
+
     def _start(self, now: float) -> list[Instruction]:
         judges = len(self.registry.live_validators())
         also = f", and {judges} to validate" if judges else ""
-        told: list[Instruction] = [Announce(f"all workers are there: {self.policy.workers}{also}")]
+        there, everyone = attendance.live(self), not self.registry.missing()
+        who = f"all workers are there: {len(there)}" if everyone else f"the run begins with {name_ranks(there)}"
+        told: list[Instruction] = [Announce(f"{who}{also}")]
         if self.has_values:
             return told + self._run(now)
         self._enter(Phase.INITIALISING, now)
@@ -126,15 +151,26 @@ class Coordinator(Course):
         return told + self._run(now)
 
     def _run(self, now: float) -> list[Instruction]:
+        self.last_push_at = now
+        if self.step >= self.policy.steps:  # restored at its end
+            self._enter(Phase.DRAINING, now)
+            return list(self._answer())
         self._enter(Phase.RUNNING, now)
-        self.open_round = self._new_round(now)
-        return list(self._answer())
+        if not self.is_resumed:
+            self.open_round = self._new_round(now)
+        self.open_round.opened = now
+        for member in self.registry.members.values():
+            if member.session is None and not member.finished and member.lost_at is None:
+                member.lost_at = self.open_round.lose(member.rank, now)
+        return [Begin(self.step), *self._answer()]
 
     # ---- events: pulls and pushes --------------------------------------------------------------------
 
     def pulled(self, session: SessionId, min_step: int, now: float) -> list[Instruction]:
         """A connection asks for values of a step of at least `min_step`."""
-        self._pending[session] = Pending(min_step=min_step)
+        member = self.registry.of(session)
+        since = member.since_step if member is not None else 0
+        self._pending[session] = Pending(min_step=max(min_step, since))
         told: list[Instruction] = []
         if self.phase is Phase.INITIALISING and self.registry.of(session) is not None and self.asked is None:
             told += self._ask_next()
@@ -179,10 +215,12 @@ class Coordinator(Course):
         member = self.registry.of(session)
         if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        if self.phase is not Phase.RUNNING or push.step != self.step or self._in_round(member):
-            if member.role is Role.VALIDATOR:  # its round has closed without it
-                reason = f"the push is of step {push.step}, the round is {self.step}"
-                return list(self._drop(member, push, self.stale, reason).then)
+        self.last_push_at = now
+        other = self._of_other_step(push.step)
+        if self.phase is not Phase.RUNNING or other or self._in_round(member):
+            if member.role is Role.VALIDATOR or self.policy.leaves_out:  # its round has closed without it
+                reason = other or f"the push is of step {push.step}, the run has ended at {self.step}"
+                return list(self._drop(member, push, self._counter_of(member, push.step), reason).then)
             return []
         refused = problem
         if bad_variable is not None:
@@ -209,10 +247,14 @@ class Coordinator(Course):
             gradient_norm,
             refused,
             push.labels,
+            self.step - push.step,
         )
-        self.open_round.take(contribution, member.role is Role.VALIDATOR, now)
-        member.excused = False
         self._pending[session] = Pending(push.seq, applied=not refused, reason=refused)
+        if not self.policy.is_sync:
+            return [*told, *self._apply_alone(contribution, member, now)]
+        self.open_round.take(contribution, member.role is Role.VALIDATOR, now)
+        member.excused = member.on_probation = False
+        member.late_rounds = 0
         return [*told, *self._close_if_complete(now)]
 
     # ---- events: logits, where each example is weighed -----------------------------------------------
@@ -240,6 +282,7 @@ class Coordinator(Course):
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
         if self.open_round.weighed is not None:
             return [SendWeights(session, member.rank, logits.seq)]
+        self.last_push_at = now
         if self.open_round.began is None:
             self.open_round.began = now
         answer = Answer(session, logits.seq, logits.labels)
@@ -253,39 +296,58 @@ class Coordinator(Course):
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: end every wait that has lasted too long."""
         match self.phase:
+            case Phase.GATHERING if self._may_start(now):
+                return self._start(now)
             case Phase.GATHERING if now - self.phase_began >= self.policy.start_timeout_s:
                 return list(self._finish(Status.NO_PROGRESS, waits.not_come(self)))
             case Phase.INITIALISING if now - self.phase_began >= self.policy.round_timeout_s:
                 reason = f"{waits.asked(self)} sent no initial values within {self.policy.round_timeout_s:g} s"
                 return list(self._finish(Status.NO_PROGRESS, reason))
             case Phase.INITIALISING | Phase.RUNNING:
-                return list(self._check_lost(now)) or list(self._check_late(now))
+                late = self._check_late if self.policy.is_sync else self._check_held
+                return list(self._check_lost(now)) or list(late(now)) or list(self._check_idle(now))
             case Phase.DRAINING:
                 return list(self._drained(now))
         return []
 
     def _check_lost(self, now: float) -> Iterator[Instruction]:
-        for member in self.registry.members.values():
-            if member.finished or member.lost_at is None or now - member.lost_at < self.policy.rejoin_timeout_s:
-                continue
-            yield from self._finish(Status.LOST, waits.not_returned(self, member))
+        member = attendance.decisive_loss(self)
+        if member is None or member.lost_at is None or now - member.lost_at < self.policy.rejoin_timeout_s:
             return
+        yield from self._finish(Status.LOST, waits.not_returned(self, member))
+
+    def _check_idle(self, now: float) -> Iterator[Instruction]:
+        """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise."""
+        if self.phase is Phase.RUNNING and now - self.last_push_at >= self.policy.idle_timeout_s:
+            yield from self._finish(Status.NO_PROGRESS, waits.idle(self))
+
+    def _check_held(self, now: float) -> Iterator[Instruction]:
+        """SSP: wait no longer for ranks that are alive but have held others for too long."""
+        self._note_who_is_held(now, anew=False)
+        if self.held_since is None or now - self.held_since < self.policy.round_timeout_s:
+            return
+        for rank in attendance.laggards(self):
+            self.registry.members[rank].on_probation = True
+            yield Announce(waits.put_on_probation(self, rank), warning=True)
+        yield from self._answer()
+        self._note_who_is_held(now, anew=True)
 
     def _check_late(self, now: float) -> Iterator[Instruction]:
-        """End the run when a rank that is connected holds the round; one that is lost has a deadline of its own.
+        """Act on a rank that is connected and holds the round; one that is lost has a deadline of its own.
 
-        A round that only validators hold closes without them.
+        The run ends, or the round closes without it. A round that only validators hold closes without them.
         """
         began = self.open_round.began
         if began is None:
             return
         end = now - self.policy.round_timeout_s
         absent = [self.registry.members[rank] for rank in self.absent()]
-        late = [m.rank for m in absent if m.session is not None and max(began, m.joined_at) <= end]
-        if late:
-            reason = (
-                f"round {self.step} waited {self.policy.round_timeout_s:g} s for {name_ranks(late)}, alive but late"
-            )
+        late = [m for m in absent if m.session is not None and max(began, m.joined_at) <= end]
+        if late and self.policy.shrink and (self.open_round.pushes or self.open_round.answers):
+            yield from self._leave_behind(late, now)
+        elif late:
+            names = name_ranks([m.rank for m in late])
+            reason = f"round {self.step} waited {self.policy.round_timeout_s:g} s for {names}, alive but late"
             yield from self._finish(Status.NO_PROGRESS, reason)
         elif not absent and began <= end:
             for validator in self.awaited_validators():
@@ -297,6 +359,17 @@ class Coordinator(Course):
                 )
             self.predicted_rounds += 1
             yield from self._close_if_complete(now)
+
+    def _leave_behind(self, late: list[Member], now: float) -> Iterator[Instruction]:
+        for member in late:
+            self.open_round.left_behind.add(member.rank)
+            member.late_rounds += 1
+            yield Announce(waits.left_behind(self, member), warning=True)
+            if member.late_rounds >= attendance.MAX_LATE_ROUNDS and not member.on_probation:
+                member.on_probation = True
+                yield Announce(waits.put_on_probation(self, member.rank), warning=True)
+        yield from self._weigh_if_complete(now)
+        yield from self._close_if_complete(now)
 
     def waiting_for(self, now: float) -> str:
         """Say in words for whom the run waits and since when; empty if for nobody."""

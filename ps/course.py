@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from protocol.ensemble import Weighting
 from protocol.messages import Logits, Push, Role, Status
-from ps import waits
+from ps import attendance, waits
 from ps.instructions import (
     Announce,
     CloseRound,
@@ -51,6 +51,7 @@ class Course:
         step: number of closed rounds.
         phase: where the run stands.
         void_rounds: rounds that closed with nothing to apply.
+        void_in_a_row: the last of them, without one between them that had something to apply.
         short_rounds: rounds that closed with fewer usable pushes than there are workers.
         predicted_rounds: rounds that were to be validated and closed without waiting longer for a validator.
         alarmed: whether rounds that open are validated more often. The server sets it from what the rule made of a
@@ -62,6 +63,12 @@ class Course:
         has_left_early: whether a worker or validator said bye before the last step.
         pushes: pushes by rank that arrived in their round.
         duplicates, stale, rejected: pushes by rank that were a repetition, of another step or epoch, not finite.
+        late: pushes by rank that came when their round had closed without them.
+        left_out_rounds: rounds that closed without a rank that had not left on purpose.
+        last_push_at: when the last push came, or the run began to wait for one (monotonic seconds).
+        held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
+        is_resumed: the run goes on from a checkpoint.
+        changed_by_resume: why its values may differ from those of a run that was never stopped, or None.
     """
 
     policy: RunPolicy
@@ -80,8 +87,14 @@ class Course:
     duplicates: dict[int, int] = field(default_factory=dict)
     stale: dict[int, int] = field(default_factory=dict)
     rejected: dict[int, int] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
+    left_out_rounds: int = 0
+    last_push_at: float = 0.0
+    held_since: float | None = None
+    is_resumed: bool = False
+    changed_by_resume: str | None = None
+    void_in_a_row: int = 0
     open_round: OpenRound = field(init=False)
-    _void_in_a_row: int = 0
     _pending: dict[SessionId, Pending] = field(default_factory=dict)
     asked: SessionId | None = None
     _initialised: set[int] = field(default_factory=set)
@@ -108,23 +121,52 @@ class Course:
             member = self.registry.of(session)
             in_round = member is not None and self._in_round(member)
             asked = member is None or member.role is Role.WORKER or self.open_round.validated
-            due = (asked and self.step >= pending.min_step) or over
+            due = (asked and self.step >= pending.min_step and not self._is_held(member)) or over
             if due and not in_round:
                 del self._pending[session]
                 yield Reply(session, pending.seq, pending.applied, pending.reason)
 
+    @staticmethod
+    def _is_worker(member: Member | None) -> bool:
+        return member is not None and member.role is Role.WORKER
+
+    def _is_held(self, member: Member | None) -> bool:
+        return member is not None and self._is_worker(member) and attendance.must_wait(self, member)
+
+    def _note_who_is_held(self, now: float, anew: bool) -> None:
+        """Take note since when somebody waits for slower ranks; `anew` when those have come on."""
+        held = any(self._is_held(self.registry.of(session)) for session in self._pending)
+        self.held_since = None if not held else now if anew or self.held_since is None else self.held_since
+
     def _untimely(self, member: Member, message: Push | Logits) -> Drop | None:
-        """Drop what is not of the open round, or was judged before; None if it is neither."""
+        """Drop what cannot count at the present step, or was judged before; None if it is neither."""
         if message.epoch != self.epoch:
             return self._drop(member, message, self.stale, "the push was computed before the server started anew")
         if message.seq <= member.last_seq:
             return self._drop(member, message, self.duplicates)
         if self.phase in (Phase.GATHERING, Phase.INITIALISING):
             return self._drop(member, message, self.stale, "the push came before the first values")
-        if self.phase is not Phase.RUNNING or message.step != self.step:
-            reason = f"the push is of step {message.step}, the round is {self.step}"
-            return self._drop(member, message, self.stale, reason)
+        problem = self._of_other_step(message.step)
+        if problem or self.phase is not Phase.RUNNING:
+            reason = problem or f"the push is of step {message.step}, the run has ended at {self.step}"
+            return self._drop(member, message, self._counter_of(member, message.step), reason)
         return None
+
+    def _of_other_step(self, step: int) -> str:
+        """Say why a gradient computed at values(step) cannot be used now; empty if it can."""
+        policy, age = self.policy, self.step - step
+        if policy.is_sync:
+            return f"the push is of step {step}, the round is {self.step}" if age else ""
+        if age < 0:
+            return f"the push is of step {step}, which this server has not reached: it is at {self.step}"
+        if policy.max_staleness is not None and age > policy.max_staleness:
+            return f"its values are {age} steps old, above --max-staleness {policy.max_staleness}"
+        return ""
+
+    def _counter_of(self, member: Member, step: int) -> dict[int, int]:
+        """Return where a push is counted that was computed at values(step) and cannot be used."""
+        was_left_behind = self.policy.is_sync and self.policy.leaves_out and step < self.step
+        return self.late if was_left_behind and self._is_worker(member) else self.stale
 
     def _in_round(self, member: Member) -> bool:
         known = self.open_round.references if member.role is Role.VALIDATOR else self.open_round.pushes
@@ -151,9 +193,17 @@ class Course:
         counter[member.rank] = counter.get(member.rank, 0) + 1
         if reason is not None and push.seq > member.last_seq:
             member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
+            self._comes_on(member)
         applied, why = (member.last_applied, member.last_reason) if reason is None else (False, reason)
         self._pending[member.session] = Pending(push.seq, min_step, applied, why)
         return Drop(tuple(self._answer()))
+
+    def _comes_on(self, member: Member) -> None:
+        """Count a push that is answered, whether it is used or not; a rank on probation is back with it."""
+        if not self.policy.is_sync and self._is_worker(member):
+            member.clock = max(member.clock, attendance.slowest(self) or 0) if member.on_probation else member.clock
+            member.clock += 1
+            member.on_probation = False
 
     def _refuse(self, member: Member, refused: Contribution) -> Announce:
         self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
@@ -186,44 +236,66 @@ class Course:
         there = set(self.open_round.pushes)
         if self._weighs_examples and self.open_round.weighed is None:
             there |= set(self.open_round.answers)
-        active = self.registry.active()
-        if self.open_round.weighed is not None:
-            active = [rank for rank in active if rank in self.open_round.weighed]
-        return [rank for rank in active if rank not in there]
+        return [rank for rank in attendance.awaited(self) if rank not in there]
 
     def _close_if_complete(self, now: float) -> Iterator[Instruction]:
-        awaited = frozenset(m.rank for m in self.awaited_validators())
-        active = frozenset(self.registry.active())
-        if self.open_round.weighed is not None:  # who came later takes no part
-            active &= self.open_round.weighed
-        deserted = self.open_round.weighed is not None and not active
-        if not deserted and not may_close(frozenset(self.open_round.pushes), active, awaited):
+        present, awaited = frozenset(self.open_round.pushes), frozenset(attendance.awaited(self))
+        judges = frozenset(m.rank for m in self.awaited_validators())
+        deserted = self.open_round.weighed is not None and not awaited
+        refused = frozenset(rank for rank, push in self.open_round.pushes.items() if push.refused)
+        if not deserted and not may_close(present, refused, awaited, judges, self.policy.quorum):
             return
         yield from self._refuse_other_labels()
         contributions = self.open_round.contributions()
         usable = sum(not c.refused for c in contributions)
         if usable:
-            self._void_in_a_row = 0
-            yield CloseRound(self.step, contributions, self.open_round.usable_references())
+            self.void_in_a_row = 0
+            late = tuple(sorted(self.open_round.left_behind))
+            yield CloseRound(self.step, contributions, self.open_round.usable_references(), late)
         else:
-            self._void_in_a_row += 1
+            self.void_in_a_row += 1
             self.void_rounds += 1
             yield Announce(f"round {self.step} is void: no push can be used", warning=True)
             yield SkipRound(self.step, contributions)
-        self.short_rounds += 0 < usable < self.policy.workers
+        active = attendance.active(self)
+        self.short_rounds += 0 < usable < (len(active) if self.policy.elastic else self.policy.workers)
+        self.left_out_rounds += not set(active) <= present
+        yield from self._next_step(contributions, now)
+
+    def _next_step(self, contributions: tuple[Contribution, ...], now: float) -> Iterator[Instruction]:
         self.step += 1
         self.open_round = self._new_round(now)
-        if self._void_in_a_row >= MAX_VOID_ROUNDS:
-            why = refusals(contributions)
-            yield from self._finish(
-                Status.DIVERGED, f"{MAX_VOID_ROUNDS} rounds in a row had nothing to apply ({why})"
-            )
+        yield from self._end_if_void(contributions)
+        if self.phase is Phase.ENDED:
             return
         if self.step >= self.policy.steps:
             self._enter(Phase.DRAINING, now)
         yield from self._answer()
         if self.phase is Phase.DRAINING:
             yield from self._drained(now)
+
+    def _end_if_void(self, contributions: tuple[Contribution, ...]) -> Iterator[Instruction]:
+        if self.void_in_a_row >= MAX_VOID_ROUNDS:
+            what = "rounds" if self.policy.is_sync else "pushes"
+            yield from self._finish(
+                Status.DIVERGED,
+                f"{MAX_VOID_ROUNDS} {what} in a row had nothing to apply ({refusals(contributions)})",
+            )
+
+    def _apply_alone(self, push: Contribution, member: Member, now: float) -> Iterator[Instruction]:
+        """Apply one push at once, where each counts for itself; a refused one takes no step."""
+        least = attendance.slowest(self)
+        self._comes_on(member)
+        if push.refused:
+            self.void_in_a_row += 1
+            yield from self._end_if_void((push,))
+            if self.phase is Phase.RUNNING:
+                yield from self._answer()
+        else:
+            self.void_in_a_row = 0
+            yield CloseRound(self.step, (push,))
+            yield from self._next_step((push,), now)
+        self._note_who_is_held(now, anew=attendance.slowest(self) != least)
 
     def _refuse_other_labels(self) -> Iterator[Instruction]:
         if self.policy.weighting is not Weighting.BATCH:
@@ -246,7 +318,7 @@ class Course:
         if not self._weighs_examples or known.weighed is not None or self.phase is not Phase.RUNNING:
             return
         there = frozenset(known.answers) | frozenset(known.pushes)
-        if not there or not frozenset(self.registry.active()) <= there:
+        if not there or not frozenset(attendance.awaited(self)) <= there:
             return
         digests = {rank: answer.labels for rank, answer in known.answers.items()}
         for rank, reason in other_labels(digests).items():
@@ -271,7 +343,9 @@ class Course:
     # ---- how it ends ---------------------------------------------------------------------------------
 
     def _drained(self, now: float) -> Iterator[Instruction]:
-        missing, judges = self.registry.active(), self.registry.live_validators()
+        # Who is lost is waited for at the end only where it is waited for all along.
+        missing = attendance.live(self) if self.policy.leaves_out else attendance.active(self)
+        judges = self.registry.live_validators()
         over = now - self.phase_began >= self.policy.drain_timeout_s
         if (missing or judges or self.registry.evaluators or self.evaluator_missing()) and not over:
             return

@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from protocol.arena import Arena
 from protocol.ensemble import Answers, Weighting, as_member, labels_digest, side_views
-from protocol.errors import ConfigurationError, ManifestMismatch, Refused
+from protocol.errors import CheckpointError, ConfigurationError, LocalProtocolError, ManifestMismatch, Refused
 from protocol.messages import Kind, Offer, RefusalCode
 from protocol.tensors import SHARED, Layout, Manifest
 from ps.ensemble import ActsOn, EnsembleMaster, Floats, Head, MasterConfig, Vote, member_factors, vote
 from ps.instructions import CloseRound
 from ps.member_store import MemberStore, MemberWeights
 from ps.schedules import Schedule
+from ps.snapshots import Tensors
 from ps.store import NotFinite, StoreConfig
 
 logger = logging.getLogger("weighmaster.ps")
@@ -35,6 +36,12 @@ class Master(Protocol):
 
     def learn(self, logits: Floats, labels: NDArray[np.int32], present: NDArray[np.bool_], rate: float) -> float:
         """Learn from who was right; return the loss before."""
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later weights depend on, as arrays and plain numbers."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class EnsembleMode:
             self._answers = answers
             self._parts[rank] = part
             if len(self._parts) == self.config.members:
-                self._allocate(answers)
+                self._allocate(answers, self._initial_values)
         layout = Layout.of(self._parts[rank], answers.push_sides(self.config.weighting))
         return Terms(layout, dict(answers.payloads(self.config.weighting)))
 
@@ -179,7 +186,7 @@ class EnsembleMode:
             raise Refused(RefusalCode.MANIFEST, str(error)) from error
         return Manifest((*ours.variables, *(spec for spec in part.variables if spec.owner != SHARED)))
 
-    def _allocate(self, answers: Answers) -> None:
+    def _allocate(self, answers: Answers, initial_values: dict[str, NDArray[Any]] | None) -> None:
         config = self.config
         sides = answers.push_sides(config.weighting)
         parts = [Layout.of(self._parts[rank], sides) for rank in range(config.members)]
@@ -199,10 +206,10 @@ class EnsembleMode:
             )
         self._master = make_master(config, answers.classes)
         store = MemberStore(parts, config.store)
-        if self._initial_values is not None:
+        if initial_values is not None:
             try:
                 arena = Arena.zeros(store.layout)
-                arena.fill(self._initial_values)
+                arena.fill(initial_values)
                 store.initialise(arena.buffer)
             except (ManifestMismatch, NotFinite) as error:
                 store.close()
@@ -346,6 +353,69 @@ class EnsembleMode:
         self.votes = (self._test_step, result)
         self._tests.clear()
         logger.info("step %d: %s", self._test_step, describe_vote(result))
+
+    # ---- checkpoints -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later rounds depend on beside the store, as arrays and plain values.
+
+        Answers of an open round are no part of it: after a restart the members show them again.
+
+        Raises:
+            LocalProtocolError: the members have not all come yet.
+        """
+        if self._master is None or self._answers is None:
+            raise LocalProtocolError("an ensemble has no state before all its members have come")
+        self.learn()
+        answers = self._answers
+        step, votes = self.votes if self.votes is not None else (None, None)
+        return {
+            "manifests": [self._parts[rank].to_wire() for rank in range(self.config.members)],
+            "answers": [answers.examples, answers.classes, answers.dtype, answers.test_examples],
+            "master": self._master.state(),
+            "master_name": type(self._master).__name__,
+            "votes": None if votes is None else [step, votes.weighted, votes.plain, votes.alone.copy()],
+            "complaint": self._complaint,
+        }
+
+    def restore(self, state: Mapping[str, Any], step: int, updates: int, tensors: Tensors) -> None:
+        """Make the store and the master of a checkpoint; whoever joins later is compared with what they hold.
+
+        Args:
+            state: what `state` returned, or read from JSON.
+            step: of the store's snapshot.
+            updates: likewise.
+            tensors: likewise.
+
+        Raises:
+            ConfigurationError: another number of members, or the memory does not suffice.
+            CheckpointError: the master is of another kind, or a user's own has other variables now.
+            ManifestMismatch: the tensors are not those of the members.
+            NotFinite: a variable has NaN or infinite values.
+        """
+        if len(state["manifests"]) != self.config.members:
+            raise ConfigurationError(
+                f"the checkpoint is of an ensemble of {len(state['manifests'])} members, and --workers is "
+                f"{self.config.members}: give as many as before"
+            )
+        answers = Answers(*state["answers"])
+        self._parts = {rank: Manifest.from_wire(wire) for rank, wire in enumerate(state["manifests"])}
+        self._answers = answers
+        self._allocate(answers, None)
+        assert self.store is not None and self._master is not None
+        self.store.restore(step, updates, tensors)
+        name = type(self._master).__name__
+        if name != state["master_name"]:
+            raise CheckpointError(
+                f"the checkpoint has a master of the kind {state['master_name']}, and this run's is {name}: "
+                "give the same --master as before"
+            )
+        self._master.restore(state["master"])
+        votes = state["votes"]
+        if votes is not None:
+            alone = np.array(votes[3], np.float64)
+            self.votes = (int(votes[0]), Vote(float(votes[1]), float(votes[2]), alone))
+        self._complaint = state["complaint"]
 
     def summary(self) -> dict[str, Any]:
         """Return the last vote, ready for JSON; None where there was none."""

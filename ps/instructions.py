@@ -10,7 +10,8 @@ from ps.members import SessionId
 class Contribution:
     """One rank's push in a round; `refused` says why it counts with weight 0, or is empty.
 
-    `labels` is the digest of its labels in ensemble mode.
+    `labels` is the digest of its labels in ensemble mode. `staleness` is how many pushes were applied since the
+    values at which it was computed; 0 in sync.
     """
 
     rank: int
@@ -22,6 +23,7 @@ class Contribution:
     gradient_norm: float
     refused: str = ""
     labels: bytes | None = None
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,24 @@ class AskInitial:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """The values are agreed upon and round `step` is about to begin: what is there is worth keeping."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class CloseRound:
     """Turn the contributions (rank order, refused ones included) into one and make values(step + 1).
 
-    `references` are the numbers of the validators whose gradient at this step is in its slot, ascending.
+    `references` are the numbers of the validators whose gradient at this step is in its slot, ascending; `late` are
+    the ranks that it closes without because they took too long.
     """
 
     step: int
     contributions: tuple[Contribution, ...]
     references: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Finish:
     reason: str
 
 
-Instruction = AskInitial | CloseRound | SkipRound | Reply | WeighAnswers | SendWeights | Announce | Finish
+Instruction = AskInitial | Begin | CloseRound | SkipRound | Reply | WeighAnswers | SendWeights | Announce | Finish
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,13 @@ class Ledger:
 
     def _forget_absent(self, present: int) -> None:
         while len(self._rows) > present + MOST_ABSENT:
-            oldest = min(self._rows, key=lambda name: int(self._seen[self._rows[name]]))
+            oldest = min(self._rows, key=self._age)
             self.serials[self._rows.pop(oldest)] = -1
+
+    def _age(self, name: str) -> tuple[int, int]:
+        """Order names by when they were seen last, then by when they came: a restored ledger forgets the same."""
+        row = self._rows[name]
+        return int(self._seen[row]), int(self.serials[row])
 
     def state(self) -> dict[str, Any]:
         """Return everything as arrays and plain numbers; a free row has the name None."""

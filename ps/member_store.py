@@ -16,8 +16,12 @@ from protocol.errors import LocalProtocolError
 from protocol.tensors import SHARED, Kind, Layout, Manifest, Run
 from ps.receiver import Receiver, first_not_finite, plan_blocks
 from ps.runs import Calls, Place, delta_calls, update_calls
+from ps.snapshots import OPTIMIZER, StoreSnapshot, Tensors, check_same
 from ps.store import NotFinite, Store, StoreConfig
-from ps.versions import VERSIONS, Version
+from ps.versions import Version
+
+UPDATES = "updates"
+"""What a snapshot calls the updates of each owner, int64 [1 + N]: of shared variables, then of each member's."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class MemberStore(Store):
         whole = whole_layout(parts)
         trainable = sum(run.end - run.start for run in whole.runs_of(Kind.TRAINABLE))
         rows = config.slots * max(part.payload_bytes for part in parts)
-        return rows + VERSIONS * whole.values_bytes + len(config.optimizer.moments) * trainable
+        moments = len(config.optimizer.moments) * (2 if config.checkpoints else 1)
+        return rows + config.versions * whole.values_bytes + moments * trainable
 
     def _column(self, run: Run) -> int:
         return self._columns[run.owner] + run.start - self._starts[run.owner]
@@ -159,6 +164,23 @@ class MemberStore(Store):
             self._team.run(calls, self._elements)
             self._updates += 1
             return self._versions.publish(buffers[1], version.step + 1)
+
+    def snapshot(self, references: Sequence[int] = ()) -> StoreSnapshot:
+        """Return all that `restore` needs, see `Store.snapshot`; with the updates of each owner."""
+        snapshot = super().snapshot(references)
+        snapshot.tensors[OPTIMIZER][UPDATES] = np.array(list(self._updates_of.values()), np.int64)
+        return snapshot
+
+    def restore(self, step: int, updates: int, tensors: Tensors, moved_rows: int = 0) -> Version:
+        """Take over what a snapshot holds, see `Store.restore`."""
+        optimizer = dict(tensors.get(OPTIMIZER, {}))
+        counts = {name: optimizer.pop(name) for name in (UPDATES,) if name in optimizer}
+        check_same(OPTIMIZER, {UPDATES: np.zeros(len(self._columns), np.int64)}, counts)
+        version = super().restore(step, updates, {**tensors, OPTIMIZER: optimizer}, moved_rows)
+        self._updates_of = dict(zip(self._columns, counts[UPDATES].tolist(), strict=True))
+        self._initial = np.zeros(0, np.uint8)
+        self._initialised.clear()
+        return version
 
     def _owner_calls(
         self,

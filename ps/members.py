@@ -47,6 +47,10 @@ class Member:
         threads: recorded when the rank first joined; the same for all its incarnations.
         role: worker or validator.
         excused: a round closed without this validator; it is waited for again once it pushes in time, or returns.
+        late_rounds: rounds in a row that closed without this worker because it took too long.
+        on_probation: too many of them: it is not waited for until a push of it comes in time.
+        since_step: the first round that counts on this worker: who joins in the middle takes part from the next.
+        clock: pushes of this worker that were answered; who returns starts at the slowest one's.
     """
 
     rank: int
@@ -64,6 +68,10 @@ class Member:
     finished: bool = False
     role: Role = Role.WORKER
     excused: bool = False
+    late_rounds: int = 0
+    on_probation: bool = False
+    since_step: int = 0
+    clock: int = 0
 
     @property
     def label(self) -> str:

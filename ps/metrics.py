@@ -94,15 +94,44 @@ class Metrics:
                     "pushes": coordinator.pushes.get(rank, 0),
                     "rejected": coordinator.rejected.get(rank, 0),
                     "stale": coordinator.stale.get(rank, 0),
-                    "late": 0,
+                    "late": coordinator.late.get(rank, 0),
                     "duplicates": coordinator.duplicates.get(rank, 0),
                 }
                 for rank, member in sorted(coordinator.registry.members.items())
             ],
         }
 
+    def state(self) -> dict[str, Any]:
+        """Return all but the throughput, as plain values."""
+        test = self.test
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "test": None if test is None else [test.step, test.loss, test.accuracy],
+            "weights": [dict(weights) for weights in self._weights],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.loss, self.accuracy, test = state["loss"], state["accuracy"], state["test"]
+        self.test = None if test is None else TestResult(int(test[0]), test[1], test[2])
+        self._weights.clear()
+        self._weights.extend({int(rank): float(w) for rank, w in weights.items()} for weights in state["weights"])
+
     def determinism(self, coordinator: Coordinator) -> tuple[bool, str | None]:
         """Say whether the same seed gives the same bits again, and if not, why."""
+        policy = coordinator.policy
+        if coordinator.changed_by_resume:
+            return False, coordinator.changed_by_resume
+        if not policy.is_sync and policy.workers > 1:
+            return False, "each push is applied when it comes"
+        if coordinator.left_out_rounds:
+            return (
+                False,
+                f"{coordinator.left_out_rounds} rounds closed without a worker that was lost or late",
+            )
+        if policy.elastic:
+            return False, "workers come and go as they like"
         if coordinator.has_left_early:
             return False, "a worker or validator left before the last step, when it chose to"
         if coordinator.predicted_rounds:

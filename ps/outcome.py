@@ -5,9 +5,10 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -56,12 +57,18 @@ def check_writable(option: str, path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all: beside it, synced, then renamed into place."""
+    write_all(path, (data,))
+
+
+def write_all(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file of parts, one after the other, so that it is there whole or not at all; see `write_whole`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)  # left by one of the same number that was killed, as in a container's restart
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -127,6 +134,21 @@ class RoundLog:
         except OSError as error:
             self._give_up(error)
 
+    def go_back(self, step: int) -> None:
+        """Drop the lines of rounds from `step` on, which a server has written that was killed: each comes again.
+
+        Lines that are torn are dropped too, and of a step that is there twice the earlier ones. The file is
+        replaced as a whole.
+        """
+        self.close()
+        try:
+            if self._path.exists():
+                starts = _lines_before(self._path, step)
+                with self._path.open("rb") as old:
+                    write_all(self._path, (_line_at(old, start) for start in starts))
+        except OSError as error:
+            self._give_up(error)
+
     def flush(self) -> None:
         """Hand what was written to the system."""
         try:
@@ -148,6 +170,37 @@ class RoundLog:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _lines_before(path: Path, step: int) -> "array[int]":
+    """Return where the lines of rounds before `step` begin, ascending in steps: the last line of each."""
+    steps, starts = array("q"), array("q")
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            number = _step_of(line)
+            if number is not None:
+                while steps and steps[-1] >= number:
+                    steps.pop()
+                    starts.pop()
+                if number < step:
+                    steps.append(number)
+                    starts.append(start)
+            start += len(line)
+    return starts
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _line_at(file: BinaryIO, start: int) -> bytes:
+    file.seek(start)
+    return file.readline().rstrip(b"\n") + b"\n"
 
 
 def load_initial_values(path: Path) -> dict[str, NDArray[Any]]:

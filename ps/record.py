@@ -1,6 +1,7 @@
 """What is said and kept of closed rounds: figures, trust, a line each in `rounds.jsonl`. Nobody waits for it."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,7 +44,8 @@ class Record:
     def add(self, closing: CloseRound | SkipRound, closed: Closed, rule: object, now: float) -> None:
         """Take note of a closed round, and say what is worth saying of it."""
         self.metrics.round_closed(closing.contributions, closed.weights, now)
-        self._log.write(line_of(closing.step, closing.contributions, closed))
+        late = closing.late if isinstance(closing, CloseRound) else ()
+        self._log.write(line_of(closing.step, closing.contributions, closed, late))
         if closed.view is None or closed.decision is None:
             return
         view, decision = closed.view, closed.decision
@@ -78,6 +80,26 @@ class Record:
             "muted_rounds": self.trust.muted_rounds().get(name, 0),
             "weight_history": [[part[0][0], round(sum(w for _, w in part) / len(part), 4)] for part in thinned],
         }
+
+    def state(self) -> dict[str, Any]:
+        """Return what the summary of the whole run needs, as arrays and plain values; flushes the log of rounds.
+
+        So that the log has every round before the checkpoint that this becomes part of.
+        """
+        self.flush()
+        return {"metrics": self.metrics.state(), "trust": self.trust.state(), "fell_back": self._fell_back}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Take over what `state` returned, and drop from the log what came after.
+
+        Args:
+            state: as it was returned, or read from JSON.
+            step: of the checkpoint: the next round's.
+        """
+        self.metrics.restore(state["metrics"])
+        self.trust.restore(state["trust"])
+        self._fell_back = bool(state["fell_back"])
+        self._log.go_back(step)
 
     def flush(self) -> None:
         """Hand what was written to the system."""

@@ -33,6 +33,7 @@ class OpenRound:
         began: when the first of them came, after the weighing when that was (monotonic seconds), or None.
         opened: when it was opened.
         losses: when ranks that have not pushed were lost in this round, each time.
+        left_behind: ranks that this round waits for no more, since they took too long.
     """
 
     step: int
@@ -44,6 +45,12 @@ class OpenRound:
     began: float | None = None
     opened: float = 0.0
     losses: dict[int, list[float]] = field(default_factory=dict)
+    left_behind: set[int] = field(default_factory=set)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody's gradient or answer of this step is here."""
+        return bool(self.pushes or self.answers or self.weighed)
 
     def take(self, contribution: Contribution, is_reference: bool, now: float) -> None:
         """Add a push to the round."""
@@ -67,15 +74,26 @@ class OpenRound:
         return tuple(number for number in sorted(self.references) if not self.references[number].refused)
 
 
-def may_close(present: frozenset[int], active: frozenset[int], awaited_references: frozenset[int]) -> bool:
-    """Say whether a round may close.
+def may_close(
+    present: frozenset[int],
+    refused: frozenset[int],
+    awaited: frozenset[int],
+    awaited_references: frozenset[int],
+    quorum: int | None = None,
+) -> bool:
+    """Say whether a round may close: every policy of a round comes down to this.
 
     Args:
         present: ranks that have pushed; refused pushes count.
-        active: ranks that have not left on purpose.
+        refused: those of them whose push cannot be used.
+        awaited: ranks that the round counts on, present or not: all that have not left on purpose, or, where lost
+            and late ones are left out, those that are there and in time.
         awaited_references: validators that are asked for this round, are waited for, and have not pushed.
+        quorum: so many usable pushes suffice; None: all awaited ranks must be present.
     """
-    return bool(present) and active <= present and not awaited_references
+    if not present or awaited_references:
+        return False
+    return awaited <= present or (quorum is not None and len(present - refused) >= quorum)
 
 
 def other_labels(digests: Mapping[int, bytes | None]) -> dict[int, str]:

@@ -20,6 +20,8 @@ from protocol.errors import (
     NoProgress,
     WeighmasterError,
 )
+from protocol.injection import Point
+from protocol.injector import NONE, Faults
 from protocol.messages import (
     AUTO_RANK,
     Logits,
@@ -36,7 +38,9 @@ from protocol.messages import (
 from protocol.tokens import Grant
 from protocol.transport import Address, Listener
 from ps.agreement import Agreement, check_seed
-from ps.build import make_ensemble, make_rule, make_schedule, policy_of, warm_up
+from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of, warm_up
+from ps.checkpoint import CheckpointDirectory, Snapshot
+from ps.checkpointing import Checkpointing, Parts, changes_since, restore
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.config import ServerConfig
 from ps.console import Console
@@ -46,6 +50,7 @@ from ps.ensemble_mode import Terms
 from ps.instructions import (
     Announce,
     AskInitial,
+    Begin,
     CloseRound,
     Drop,
     Finish,
@@ -58,6 +63,7 @@ from ps.instructions import (
 )
 from ps.members import Claim, Granted, Identity
 from ps.metrics import TestResult
+from ps.narration import Narration
 from ps.policy import Phase
 from ps.record import Record
 from ps.session import Answered, Session
@@ -65,8 +71,8 @@ from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
 
 logger = logging.getLogger("weighmaster.ps")
 
-WAITING_S = 10.0
-"""How often the operator is told for whom the run waits."""
+RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
+"""A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""
 
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
@@ -93,6 +99,7 @@ class ParameterServer:
         config: what the operator asked for.
         epoch: random number of this start.
         grants: who may join with which token; empty admits everyone.
+        faults: what is to break on purpose.
         is_compiling: the kernels that every run needs are not ready yet.
     """
 
@@ -103,18 +110,41 @@ class ParameterServer:
         epoch: int,
         grants: Sequence[Grant] = (),
         initial_values: dict[str, NDArray[Any]] | None = None,
+        checkpoints: CheckpointDirectory | None = None,
+        restored: Snapshot | None = None,
+        faults: Faults = NONE,
     ) -> None:
+        """Make everything that can be made before a worker comes.
+
+        Args:
+            config: what the operator asked for.
+            console: for the progress line.
+            epoch: random number of this start.
+            grants: who may join with which token; empty admits everyone.
+            initial_values: to begin with, or None.
+            checkpoints: where checkpoints are kept, or None.
+            restored: where to go on from, or None.
+            faults: what is to break on purpose.
+
+        Raises:
+            ConfigurationError: something that was asked for cannot be done.
+            CheckpointError: `restored` cannot be used.
+        """
         self.config = config
         self.epoch = epoch
         self.grants = tuple(grants)
-        self._console = console
-        self._closer = RoundCloser(make_rule(config), make_schedule(config), config.clip_worker_norm)
+        self.faults = faults
+        self._closer = RoundCloser(
+            make_rule(config), make_schedule(config), config.clip_worker_norm, config.staleness_discount
+        )
         self._lock = threading.RLock()
         self._began = time.monotonic()
+        secret = secret_of(config) if restored is None else bytes(restored.state["secret"])
         self._coordinator = Coordinator(
-            policy_of(config), epoch, self._began, has_values=initial_values is not None
+            policy_of(config, secret), epoch, self._began, has_values=initial_values is not None
         )
         self._record = Record(config.run_dir)
+        self._narration = Narration(console)
         self._ensemble = make_ensemble(config, initial_values)
         self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
@@ -124,8 +154,15 @@ class ParameterServer:
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
-        self._waits_at: tuple[Phase, int] | None = None
-        self._waiting_said_at = 0.0
+        self._parts = Parts(self._coordinator, self._closer, self._record, self._agreement, self._ensemble)
+        if restored is not None:
+            restore(self._parts, config, restored)
+            course = self._coordinator
+            course.changed_by_resume = course.changed_by_resume or changes_since(config, restored)
+        self._checkpoints = None
+        if checkpoints is not None:
+            resumed_at = None if restored is None else restored.step
+            self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at)
 
     @property
     def _store(self) -> Store | None:
@@ -158,8 +195,6 @@ class ParameterServer:
             self._door.close(listener)
             self.settle()
             self._record.close()
-            if self._store is not None:
-                self._store.close()
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
         assert self._finish is not None
@@ -172,6 +207,31 @@ class ParameterServer:
             return finish
         why = f"the final values of {bad!r} are not finite; try a lower --learning-rate, or --clip-norm"
         return Finish(Status.DIVERGED, why)
+
+    def accept_history(self) -> None:
+        """Make a resumed run's history the one that counts, now that nothing stands against going on.
+
+        Raises:
+            CheckpointError: a checkpoint that is to be set aside cannot be renamed.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.accept_history()
+
+    def keep_last(self, finish: Finish) -> None:
+        """Write the last checkpoint of a run that another one may go on from; call it when `run` has returned.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self._checkpoints is not None and finish.status in RESUMABLE:
+            self._checkpoints.last(self._parts)
+
+    def close(self) -> None:
+        """Release what outlives `run`."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        if self._store is not None:
+            self._store.close()
 
     def interrupt(self, signal_name: str) -> None:
         """Ask the run to end at its next tick; safe from a signal handler."""
@@ -188,7 +248,7 @@ class ParameterServer:
             self._record.flush()
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
-            self._say_whom_we_wait_for(now)
+            self._narration.whom_we_wait_for(self._coordinator, now)
 
     def stop(self, status: Status, reason: str) -> None:
         """End the run from outside: a signal, or a fault of the server itself. Safe from any thread."""
@@ -204,6 +264,9 @@ class ParameterServer:
     def summary(self, finish: Finish) -> dict[str, Any]:
         """Return what became of the run, ready for JSON."""
         summary = self._record.summary(self._coordinator, finish.status, self._finished_at - self._began)
+        if self._checkpoints is not None:
+            summary["checkpoint_step"] = self._checkpoints.last_step
+            summary["checkpoint_failures"] = self._checkpoints.failures
         return summary if self._ensemble is None else summary | {"ensemble": self._ensemble.summary()}
 
     def final_values(self) -> dict[str, NDArray[Any]] | None:
@@ -220,26 +283,7 @@ class ParameterServer:
                 session.nudge()
 
     def _show_progress(self, now: float) -> None:
-        test = self._record.metrics.test
-        self._console.progress(
-            self._coordinator.step,
-            self._record.metrics.loss,
-            test.accuracy if test else None,
-            self._record.metrics.examples_per_s(now),
-            now,
-        )
-
-    def _say_whom_we_wait_for(self, now: float) -> None:
-        waiting = self._coordinator.waiting_for(now)
-        if not waiting:
-            self._waits_at = None
-            return
-        at = (self._coordinator.phase, self._coordinator.step)
-        if at != self._waits_at:  # each round waits for somebody at some time; what counts is one that stays open
-            self._waits_at, self._waiting_said_at = at, now
-        if now - self._waiting_said_at >= WAITING_S:
-            self._waiting_said_at = now
-            logger.info("%s", waiting)
+        self._narration.progress(self._coordinator, self._record.metrics, now)
 
     # ---- admission: called by sessions -----------------------------------------------------------------
 
@@ -295,7 +339,7 @@ class ParameterServer:
                 name=again.name,
                 seed=self.config.seed,
                 threads=threads,
-                workers=self.config.workers,
+                workers=self.config.ranks,
                 shards=self.config.shard_count,
                 mode=self.config.mode,
                 codec="raw",
@@ -325,7 +369,7 @@ class ParameterServer:
         with self._lock:
             match self._coordinator.push_begins(session.number, push):
                 case Take(rank):
-                    if rank >= self.config.workers:
+                    if rank >= self.config.ranks:
                         self._closer.reference_arrives(rank)
                     receiver = self._agreement.receivers[rank]
                     receiver.restart()
@@ -450,15 +494,12 @@ class ParameterServer:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case CloseRound():
-                    self._unsettled.append((instruction, self._update(instruction)))
-                case SkipRound():
-                    assert self._store is not None
-                    if self._ensemble is not None:
-                        self._ensemble.skip()
-                    else:
-                        self._store.skip()
-                    self._unsettled.append((instruction, Closed()))
+                case Begin():
+                    if self._checkpoints is not None and not self._coordinator.is_resumed:
+                        self._checkpoints.begin(self._parts)
+                case CloseRound() | SkipRound():
+                    self.settle()  # a rule decides by all that it could learn, and a checkpoint has all of it
+                    self._unsettled.append((instruction, self._close_round(instruction)))
                 case WeighAnswers(ranks=ranks):
                     assert self._ensemble is not None
                     self._ensemble.weigh(ranks)
@@ -479,11 +520,26 @@ class ParameterServer:
                     self._ended.set()
 
     def settle(self) -> None:
-        """Learn from the rounds that have closed, and write them down; after the replies: nobody waits for it."""
+        """Learn from the rounds that have closed, and keep them; after the replies: nobody waits for it."""
         while self._unsettled:
             with self._lock:
                 if self._unsettled:
                     self._after_round(*self._unsettled.popleft())
+
+    def _close_round(self, closing: CloseRound | SkipRound) -> Closed:
+        closed = Closed()
+        if isinstance(closing, CloseRound):
+            self.faults.at(Point.BEFORE_APPLY, _only_rank(closing), closing.step)
+            closed = self._update(closing)
+            self.faults.at(Point.AFTER_APPLY, _only_rank(closing), closing.step)
+        elif self._ensemble is not None:
+            self._ensemble.skip()
+        else:
+            assert self._store is not None
+            self._store.skip()
+        if self._checkpoints is not None:
+            self._checkpoints.round_closed(self._coordinator)
+        return closed
 
     def _update(self, closing: CloseRound) -> Closed:
         """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
@@ -510,8 +566,15 @@ class ParameterServer:
             self._ensemble.learn()
         self._closer.learn()
         self._record.add(closing, closed, self._closer.rule, time.monotonic())
+        if self._checkpoints is not None:
+            self._checkpoints.take_due(self._parts)
         if self._closer.unapplied >= MAX_UNAPPLIED:
             self.stop(
                 Status.DIVERGED,
                 f"the rule {self.config.aggregation} found no gradient to apply in {MAX_UNAPPLIED} rounds in a row",
             )
+
+
+def _only_rank(closing: CloseRound) -> int | None:
+    """Return the rank whose push is applied alone, or None where those of several are."""
+    return closing.contributions[0].rank if len(closing.contributions) == 1 else None

@@ -21,6 +21,7 @@ from protocol.errors import (
     VersionMismatch,
     WeighmasterError,
 )
+from protocol.injection import Point
 from protocol.link import HANDSHAKE_S, Link, expect
 from protocol.messages import (
     AUTO_RANK,
@@ -46,6 +47,7 @@ from protocol.messages import (
     ServerProof,
     Side,
     TestLogits,
+    Values,
 )
 from protocol.proof import NO_PROOF, prove, proves
 from protocol.tokens import Grant, candidates
@@ -94,6 +96,7 @@ class Session(threading.Thread):
         joined: whether the coordinator knows of it.
         ended: set when nothing of this session touches the store any more.
         after_payload: what to do when the payload that is being dropped has been read.
+        cut_because: why another session has cut this one; empty if none has.
     """
 
     def __init__(self, number: int, channel: Channel, server: "ParameterServer") -> None:
@@ -103,8 +106,10 @@ class Session(threading.Thread):
         self.joined = False
         self.ended = threading.Event()
         self.after_payload: Callable[[], None] | None = None
+        self.cut_because = ""
         self._server = server
-        self._role = Role.WORKER
+        self._faults = server.faults
+        self._role, self._rank = Role.WORKER, AUTO_RANK
         self._tick_s = min(TICK_S, server.config.heartbeat_interval / 2)
         self._outbox: deque[Outgoing] = deque()
         self._wake = Wake()
@@ -139,7 +144,7 @@ class Session(threading.Thread):
             logger.warning("%s cut off: %s", self.link.peer, error)
             reason = str(error)
         except NetworkError as error:
-            reason = str(error)
+            reason = self.cut_because or str(error)
             if not self.joined:
                 logger.info("%s gave up before it had joined: %s", self.link.peer, error)
         except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not one thread of it
@@ -255,6 +260,7 @@ class Session(threading.Thread):
         if admission is None:
             self.joined = False
             return False
+        self._rank = admission.welcome.rank
         self.link.send(admission.welcome)
         self.link.connection.agree(admission.terms.layout, admission.terms.payloads)
         return True
@@ -280,6 +286,7 @@ class Session(threading.Thread):
         """End another session of the same rank, and wait until it touches no buffer any more."""
         other = self._server.session(number)
         if other is not None and other is not self:
+            other.cut_because = "another connection took its place"
             other.link.abort()
             other.join(CUT_S)
             if other.is_alive():
@@ -339,7 +346,8 @@ class Session(threading.Thread):
         if receiver is None:
             self._discard()
             return
-        self.link.receive_payload(receiver.buffer, receiver.block_ends, receiver.received)
+        midway = self._faults.midway(self.link, Point.MID_PUSH, self._rank, push.step)
+        self.link.receive_payload(receiver.buffer, receiver.block_ends, receiver.received, midway)
         self._server.push_arrived(self, push, receiver.finish())
 
     def _discard(self) -> None:
@@ -350,7 +358,8 @@ class Session(threading.Thread):
 
     def _keep_alive(self) -> None:
         silent_s = time.monotonic() - self.link.heard_at
-        if silent_s >= self._server.config.heartbeat_timeout:
+        # It may be this process that was stopped: then what the client said meanwhile lies unread.
+        if silent_s >= self._server.config.heartbeat_timeout and not self.link.wait(0):
             raise PeerSilent(f"nothing was heard of {self.link.peer} for {silent_s:.0f} s")
         if self._owes_values:
             interval = min(self._server.config.heartbeat_interval, TICK_S)
@@ -375,11 +384,15 @@ class Session(threading.Thread):
         if self._role is Role.EVALUATOR and self._server.config.ema_decay is not None:
             # A copy, and nothing held: an update that waits for holds would wait for this thread, and it for that.
             smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
-            self.link.send(self._server.smooth_values(reply, smooth), [smooth.data])
+            self._send_reply(self._server.smooth_values(reply, smooth), [smooth.data])
             return
         values, hold = self._server.hold_values(self, reply)
         with hold as version:
-            self.link.send(values, self._server.part_of(self, version.buffer))
+            self._send_reply(values, self._server.part_of(self, version.buffer))
+
+    def _send_reply(self, values: Values, payload: list[memoryview]) -> None:
+        midway = self._faults.midway(self.link, Point.MID_REPLY, self._rank, values.step)
+        self.link.send(values, payload, midway)
 
 
 def _as_granted(who: Identity, grant: Grant) -> Identity:

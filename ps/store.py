@@ -1,6 +1,6 @@
 """The server's numbers: versions of the values, moments, moving average, and the slab that gradients arrive in.
 
-Values are immutable versions in three buffers. An update reads the current buffer and writes a free one, so a
+Values are immutable versions in a few buffers. An update reads the current buffer and writes a free one, so a
 sender that holds a version never sees it change. Results depend on the order of the slots only, never on the
 order of arrival or on the number of threads.
 """
@@ -32,10 +32,22 @@ from ps.runs import (
     trim_calls,
     update_calls,
 )
+from ps.snapshots import (
+    AVERAGE,
+    OPTIMIZER,
+    REFERENCES,
+    VALUES,
+    Copies,
+    StoreSnapshot,
+    Tensors,
+    check_same,
+    reference_rows,
+    views,
+)
 from ps.thread_team import ThreadTeam, pieces
-from ps.versions import VERSIONS, Hold, Version, Versions
+from ps.versions import GRACE_S, VERSIONS, Hold, Version, Versions
 
-__all__ = ["Hold", "NotFinite", "PushCheck", "Receiver", "Store", "StoreConfig", "Version"]
+__all__ = ["Hold", "NotFinite", "PushCheck", "Receiver", "Store", "StoreConfig", "StoreSnapshot", "Version"]
 
 
 class NotFinite(ValueError):
@@ -60,9 +72,12 @@ class StoreConfig:
         threads: threads that share an update. Results do not depend on it.
         clip_norm: largest Euclidean norm of the weighted sum of trainable gradients; None for no limit.
         ema_decay: `average <- decay average + (1 - decay) value` at each update; None for no average.
-        release_timeout_s: seconds that an update waits for a version to be released.
+        release_timeout_s: seconds that an update waits for a version to be released, after it cut readers off.
         references: rows of the slab after the slots, for gradients that are compared with and never applied.
         reductions: whether inner products or trimmed means will be asked for: their loops are loaded at once.
+        checkpoints: whether snapshots will be taken.
+        versions: buffers of values, at least 3; more where replies of several versions are on their way at once.
+        grace_s: seconds that an update waits for a version to be released before it cuts readers off.
     """
 
     optimizer: Optimizer
@@ -73,6 +88,9 @@ class StoreConfig:
     release_timeout_s: float = 60.0
     references: int = 0
     reductions: bool = False
+    checkpoints: bool = False
+    versions: int = VERSIONS
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.threads < 1:
@@ -81,6 +99,8 @@ class StoreConfig:
             )
         if self.references < 0:
             raise ConfigurationError(f"a store cannot have {self.references} rows for references")
+        if self.versions < VERSIONS:
+            raise ConfigurationError(f"a store needs {VERSIONS} versions of the values, not {self.versions}")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"the norm to clip at must be finite and above 0, not {self.clip_norm}")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
@@ -90,9 +110,14 @@ class StoreConfig:
 class Store:
     """Values, moments and gradients of one layout.
 
-    `hold`, its release, `current`, `evaluation_values` and `export` may be called from any thread, each `Receiver`
-    from the thread that receives; all else from one thread at a time. A row of the slab must not be received into
-    while it is applied or measured. Rows are numbered: the slots from 0, then the references.
+    `hold`, its release and a snapshot's, `current`, `evaluation_values` and `export` may be called from any thread,
+    each `Receiver` from the thread that receives; all else from one thread at a time. A row of the slab must not be
+    received into while it is applied or measured. Rows are numbered: the slots from 0, then the references.
+
+    Attributes:
+        layout: of the values.
+        config: how it computes.
+        validator_rows: the rows for references.
 
     Raises:
         ConfigurationError: a variable has a dtype that cannot be computed in.
@@ -112,8 +137,11 @@ class Store:
         # Uninitialised on purpose: a row that is never received into costs no memory.
         row_bytes = layout.payload_bytes if row_bytes is None else row_bytes
         self._slab = aligned_empty(rows * row_bytes).reshape(rows, row_bytes)
-        self._versions = Versions(layout, config.release_timeout_s)
+        self._versions = Versions(layout, config.release_timeout_s, config.versions, config.grace_s)
         self._trainable = tuple(self._trainable_run(run) for run in layout.runs_of(Kind.TRAINABLE))
+        self.validator_rows = range(config.slots, rows)
+        averaged = config.ema_decay is not None
+        self._copies = Copies(self._trainable, optimizer.moments, averaged, self.validator_rows)
         self._state = tuple(self._place(run) for run in layout.runs_of(Kind.STATE))
         self._elements = layout.values_bytes // ITEM_BYTES["float32"]
         self._team = ThreadTeam(config.threads)
@@ -124,13 +152,16 @@ class Store:
     def memory_bytes(layout: Layout, config: StoreConfig) -> int:
         """Return the bytes of all arrays of a store: known, and to be printed, before anything is allocated.
 
-        That is the slots and references, three versions, the optimizer's moments and the moving average. Rows of
-        the slab that are never received into are counted and cost nothing.
+        That is the slots and references, the versions, the optimizer's moments and the moving average, and a copy
+        of what changes in place if there are checkpoints. Rows of the slab that are never received into are counted
+        and cost nothing.
         """
         trainable = sum(run.end - run.start for run in layout.runs_of(Kind.TRAINABLE))
         per_trainable = len(config.optimizer.moments) + (config.ema_decay is not None)
+        if config.checkpoints:
+            per_trainable += per_trainable + config.references
         rows = config.slots + config.references
-        return rows * layout.payload_bytes + VERSIONS * layout.values_bytes + per_trainable * trainable
+        return rows * layout.payload_bytes + config.versions * layout.values_bytes + per_trainable * trainable
 
     @staticmethod
     def check_supported(manifest: Manifest) -> None:
@@ -425,19 +456,81 @@ class Store:
             for index, moment in enumerate(self.config.optimizer.moments)
         }
         if self.config.ema_decay is not None:
-            arrays["average"] = self._named(lambda trainable: trainable.average)
+            arrays[AVERAGE] = self._named(lambda trainable: trainable.average)
         return arrays
 
     def _named(self, array_of: Callable[[TrainableRun], NDArray[Any]]) -> dict[str, NDArray[Any]]:
         named: dict[str, NDArray[Any]] = {}
         for trainable in self._trainable:
-            raw = array_of(trainable).view(np.uint8)
-            for slot in trainable.run.slots:
-                part = raw[slot.offset - trainable.run.start : slot.end - trainable.run.start]
-                view = part.view(slot.spec.dtype).reshape(slot.spec.shape)
+            for name, view in views(trainable.run, array_of(trainable)):
                 view.flags.writeable = False
-                named[slot.spec.name] = view
+                named[name] = view
         return named
+
+    # ---- checkpoints -----------------------------------------------------------------------------------
+
+    def snapshot(self, references: Sequence[int] = ()) -> StoreSnapshot:
+        """Return all that `restore` needs, for another thread to write: values are held, what changes is copied.
+
+        Time: one copy of moments, average and references, shared by the threads of updates.
+
+        Args:
+            references: rows with gradients of validators that later rounds are still compared with.
+
+        Raises:
+            LocalProtocolError: the last snapshot was not released, a row is no validator's, or the store was not
+                made for checkpoints.
+        """
+        if not self.config.checkpoints:
+            raise LocalProtocolError("a snapshot was taken of a store that has no room for one")
+        with self._writing:
+            current, version = self._versions.current()
+            copies, token = self._copies.take(references, self._team)
+            hold = self._versions.hold(None)
+            tensors = {VALUES: self._versions.arenas[current].views(), **copies}
+            updates = self._updates
+
+        def release() -> None:
+            hold.release()
+            self._copies.give_back(token)
+
+        return StoreSnapshot(version.step, updates, tensors, release)
+
+    def restore(self, step: int, updates: int, tensors: Tensors, moved_rows: int = 0) -> Version:
+        """Take over what a snapshot holds: from here on every bit is as it would have been.
+
+        On error the store is as before.
+
+        Args:
+            step: of the values.
+            updates: applied so far.
+            tensors: as in `StoreSnapshot`; groups without tensors may be missing.
+            moved_rows: by how much the rows of validators have moved, with the number of workers.
+
+        Raises:
+            ManifestMismatch: the variables or the optimizer are others; names the first difference.
+            NotFinite: a floating variable has NaN or infinite values.
+            NoProgress: no buffer became free in `release_timeout_s`.
+        """
+        rows, references = reference_rows(tensors.get(REFERENCES, {}), moved_rows, self.validator_rows)
+        given = {VALUES: tensors.get(VALUES, {}), OPTIMIZER: tensors.get(OPTIMIZER, {}), REFERENCES: references}
+        with self._writing:
+            target = self._versions.reserve()
+            arena = self._versions.arenas[target]
+            places = {VALUES: arena.views(writeable=True), **self._copies.places(rows)}
+            for group, here in places.items():
+                check_same(group, here, given[group])
+            for name, place in places[VALUES].items():
+                np.copyto(place, given[VALUES][name])
+            bad = first_not_finite(arena.buffer, self.layout)
+            if bad is not None:
+                raise NotFinite(bad)
+            self._copies.clear(rows)
+            for group in (OPTIMIZER, REFERENCES):
+                for name, place in places[group].items():
+                    np.copyto(place, given[group][name])
+            self._updates = updates
+            return self._versions.publish(target, step)
 
     def close(self) -> None:
         """End the threads that share updates; the values stay readable."""

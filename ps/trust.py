@@ -1,8 +1,11 @@
 """Say in sentences whom the rule mutes and trusts again, and keep the history of weights. Pure bookkeeping."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 MUTED_BELOW = 0.1
 """Part of a fair share (1 / workers present) under which a worker counts as muted."""
@@ -61,6 +64,24 @@ class History:
         points = list(zip(self._steps, self._weights, strict=True))
         return [*points, (self._first, self._sum / self._count)] if self._count else points
 
+    def state(self) -> dict[str, Any]:
+        """Return everything as arrays and plain numbers."""
+        return {
+            "stride": self.stride,
+            "steps": np.array(self._steps, np.int64),
+            "weights": np.array(self._weights, np.float64),
+            "first": self._first,
+            "sum": self._sum,
+            "count": self._count,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.stride = int(state["stride"])
+        self._steps = array("q", np.asarray(state["steps"], np.int64).tolist())
+        self._weights = array("d", np.asarray(state["weights"], np.float64).tolist())
+        self._first, self._sum, self._count = int(state["first"]), float(state["sum"]), int(state["count"])
+
 
 @dataclass
 class _Standing:
@@ -84,6 +105,16 @@ class _Standing:
     quiet: int = 0
     muted_rounds: int = 0
     history: History = field(default_factory=History)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as arrays and plain values."""
+        return {**vars(self), "history": self.history.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        for name in vars(self).keys() - {"history"}:
+            setattr(self, name, state[name])
+        self.history.restore(state["history"])
 
 
 class TrustLog:
@@ -134,6 +165,17 @@ class TrustLog:
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """Return, by name, the points (first step, mean weight) of the history."""
         return {name: standing.history.points() for name, standing in self._standings.items()}
+
+    def state(self) -> list[Any]:
+        """Return name and state of each worker, in the order of the last appearance, as arrays and plain values."""
+        return [[name, standing.state()] for name, standing in self._standings.items()]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Take over what `state` returned."""
+        self._standings = {}
+        for name, standing in state:
+            self._standings[name] = _Standing()
+            self._standings[name].restore(standing)
 
 
 def _judge(standing: _Standing, share: float, of_largest: float) -> str:

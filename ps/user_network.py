@@ -301,7 +301,8 @@ class UserNetwork:
     def state(self) -> dict[str, Any]:
         """Return the values of all variables by name, Adam's included."""
         values: dict[str, Any] = self._session.run(self._reads)
-        return values
+        # Copies: of a variable of the old kind the fetched array may be its own memory, which training changes.
+        return {name: np.array(value) for name, value in values.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned.

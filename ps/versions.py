@@ -1,4 +1,4 @@
-"""Versions of the values: immutable for whoever holds one, in three buffers that take turns."""
+"""Versions of the values: immutable for whoever holds one, in a few buffers that take turns."""
 
 import threading
 from collections.abc import Callable
@@ -11,6 +11,10 @@ from protocol.tensors import Layout
 
 VERSIONS = 3
 """Buffers of values: the current one, one to write, and one for those who are still sending an older version."""
+
+GRACE_S = 1.0
+"""Seconds that the readers of the oldest version have left when a buffer is wanted. Sending 100 MB over a link of
+a gigabit takes about that long, so who is merely in the midst of it is spared; all rounds wait for it meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,26 @@ class Hold:
 
 
 class Versions:
-    """The three buffers and who holds them. Thread-safe; only one thread at a time may reserve and publish."""
+    """The buffers and who holds them. Thread-safe; only one thread at a time may reserve and publish.
 
-    def __init__(self, layout: Layout, release_timeout_s: float) -> None:
-        self.arenas = tuple(_zeroed(layout) for _ in range(VERSIONS))
+    Args:
+        layout: of the values.
+        release_timeout_s: seconds that `reserve` waits after it has cut readers off.
+        count: of buffers, at least 3.
+        grace_s: seconds that it waits before.
+    """
+
+    def __init__(
+        self, layout: Layout, release_timeout_s: float, count: int = VERSIONS, grace_s: float = GRACE_S
+    ) -> None:
+        self.arenas = tuple(_zeroed(layout) for _ in range(count))
         self._buffers = tuple(arena.buffer.data.toreadonly() for arena in self.arenas)
         self._release_timeout_s = release_timeout_s
+        self._grace_s = grace_s
         self._changed = threading.Condition(threading.Lock())  # guards all below
         self._current: int | None = None
-        self._versions: list[Version | None] = [None] * VERSIONS
-        self._holds: tuple[set[Hold], ...] = tuple(set() for _ in range(VERSIONS))
+        self._versions: list[Version | None] = [None] * count
+        self._holds: tuple[set[Hold], ...] = tuple(set() for _ in range(count))
 
     def current(self) -> tuple[int, Version]:
         """Return the index of the current version's arena, and the version.
@@ -84,13 +98,18 @@ class Versions:
                 self._changed.notify_all()
 
     def reserve(self) -> int:
-        """Return the index of an arena that nobody reads; cut off who holds the oldest when there is none.
+        """Return the index of an arena that nobody reads.
+
+        If none becomes free in the time of grace, those who hold the oldest that may be cut off are cut off.
 
         Raises:
-            NoProgress: nobody released one in time.
+            NoProgress: nobody released one in time even then.
         """
         with self._changed:
             free = self._free()
+            if free is None and self._grace_s > 0:
+                self._changed.wait_for(lambda: self._free() is not None, self._grace_s)
+                free = self._free()
             if free is not None:
                 return free
             blocking = self._oldest_that_may_be_cut_off()
@@ -123,7 +142,7 @@ class Versions:
         return self._current, version
 
     def _free(self) -> int | None:
-        free = (index for index in range(VERSIONS) if index != self._current and not self._holds[index])
+        free = (index for index in range(len(self.arenas)) if index != self._current and not self._holds[index])
         return next(free, None)
 
     def _oldest_that_may_be_cut_off(self) -> tuple[Hold, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ps import attendance
 from ps.members import Member, name_ranks
 from ps.policy import Phase
 
@@ -21,7 +22,7 @@ def waiting_for(run: "Course", now: float) -> str:
         case Phase.RUNNING:
             return _round_waits_for(run, now)
         case Phase.DRAINING:
-            absent = run.registry.active()
+            absent = _still_here(run)
             whom = [name_ranks(absent)] if absent else []
             whom += [validator.label for validator in run.registry.live_validators()]
             whom += ["an evaluator"] if run.registry.evaluators or run.evaluator_missing() else []
@@ -29,10 +30,29 @@ def waiting_for(run: "Course", now: float) -> str:
     return ""
 
 
+def _still_here(run: "Course") -> list[int]:
+    return attendance.live(run) if run.policy.leaves_out else attendance.active(run)
+
+
+def _step_waits_for(run: "Course", now: float) -> str:
+    """Say who holds others where each push counts for itself, or that nobody is there."""
+    if run.held_since is not None:
+        behind = name_ranks(attendance.laggards(run))
+        return f"{behind} may not fall further behind; the others wait{_since(now - run.held_since)}"
+    since = _since(now - run.last_push_at)
+    if not attendance.live(run):
+        return f"step {run.step} waits for any worker to return{since}"
+    return f"step {run.step} has no push yet,{since}" if since else ""
+
+
 def _round_waits_for(run: "Course", now: float) -> str:
+    if not run.policy.is_sync:
+        return _step_waits_for(run, now)
     absent = run.absent()
     lost_at = {rank: at for rank in absent if (at := run.registry.members[rank].lost_at) is not None}
     began, name = run.open_round.began, f"round {run.step}"
+    if run.policy.leaves_out and not attendance.live(run):
+        return f"{name} waits for any worker to return{_since(now - run.last_push_at)}"
     if began is None and not lost_at:
         since = _since(now - run.open_round.opened)
         return f"{name} has no push yet,{since}" if since else ""
@@ -42,8 +62,9 @@ def _round_waits_for(run: "Course", now: float) -> str:
     began_at = began if began is not None else min(lost_at.values())
     whom = absent if began is not None else sorted(lost_at)
     text = f"{name} waits for {name_ranks(whom)}{_since(now - began_at)}"
-    if lost_at:
-        left_s = max(0.0, min(lost_at.values()) + run.policy.rejoin_timeout_s - now)
+    decisive = attendance.decisive_loss(run)
+    if lost_at and decisive is not None and decisive.lost_at is not None:
+        left_s = max(0.0, decisive.lost_at + run.policy.rejoin_timeout_s - now)
         text += f" ({name_ranks(sorted(lost_at))} lost, may return within {left_s:.0f} s)"
     return text
 
@@ -80,6 +101,13 @@ def lost(run: "Course", member: Member, is_validator: bool, now: float) -> str:
     if is_validator:
         then = f"the next round to validate waits for it, but not longer than {run.policy.round_timeout_s:g} s"
         return f"{member.label} is lost: {member.lost_reason}; {then}"
+    decisive = attendance.decisive_loss(run)
+    if run.policy.leaves_out and decisive is None:
+        without = "rounds close" if run.policy.is_sync else "the run goes on"
+        return f"{member.label} is lost: {member.lost_reason}; {without} without it until it returns"
+    if run.policy.leaves_out:
+        few, s = _too_few(run), f"{run.policy.rejoin_timeout_s:g} s"
+        return f"{member.label} is lost: {member.lost_reason}; {few}: one may return within {s}"
     times = run.open_round.losses.get(member.rank, [])
     if len(times) < 2:
         then = f"it may return within {run.policy.rejoin_timeout_s:g} s"
@@ -93,6 +121,9 @@ def lost(run: "Course", member: Member, is_validator: bool, now: float) -> str:
 
 def not_returned(run: "Course", member: Member) -> str:
     """Say why a run ends that has waited too long for a rank's return."""
+    if run.policy.leaves_out:
+        s = f"{run.policy.rejoin_timeout_s:g} s"
+        return f"{_too_few(run)} since {member.label} was lost ({member.lost_reason}), and none returned within {s}"
     timeout, times = f"{run.policy.rejoin_timeout_s:g} s", run.open_round.losses.get(member.rank, [])
     if len(times) < 2:
         how = f"was lost at step {run.step} ({member.lost_reason})"
@@ -103,13 +134,48 @@ def not_returned(run: "Course", member: Member) -> str:
     )
 
 
+def _too_few(run: "Course") -> str:
+    there, needed = len(attendance.live(run)), attendance.needed(run)
+    return "no worker is left" if not there else f"{there} workers are left, fewer than the {needed} of --quorum"
+
+
+def left_behind(run: "Course", member: Member) -> str:
+    """Say that a round closes without a rank that is alive but late."""
+    return (
+        f"round {run.step} waited {run.policy.round_timeout_s:g} s for {member.label}, alive but late, "
+        "and closes without it"
+    )
+
+
+def put_on_probation(run: "Course", rank: int) -> str:
+    """Say that a rank is not waited for until it is in time again."""
+    member = run.registry.members[rank]
+    if not run.policy.is_sync:
+        return (
+            f"{member.label} is alive and has held the others for {run.policy.round_timeout_s:g} s: "
+            "they go on without waiting for it until its next push"
+        )
+    return (
+        f"{member.label} was late in {member.late_rounds} rounds in a row: it is on probation, "
+        "and not waited for until a push of it comes in time"
+    )
+
+
+def idle(run: "Course") -> str:
+    """Say why a run ends to which nobody pushes."""
+    return (
+        f"no push has come for {run.policy.idle_timeout_s:g} s at step {run.step}, though "
+        f"{name_ranks(attendance.live(run))} are connected; look at what they do, or allow more with --idle-timeout"
+    )
+
+
 def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def without_leave(run: "Course") -> Iterator[str]:
     """Say of each client that still is there, or is expected, that it did not take leave."""
-    absent = run.registry.active()
+    absent = _still_here(run)
     names = [name_ranks(absent)] if absent else []
     names += [validator.label for validator in run.registry.live_validators()]
     names += ["an evaluator"] if run.registry.evaluators else []

@@ -22,6 +22,13 @@ Options of this script:
   --fault NAME                  let the last worker misbehave on purpose, to see what the rule does: sign_flip,
                                 random_labels, scale, ... (scripts/launch_worker.sh --help)
   --run-dir DIR                 logs, tokens, summary and final values     [runs/<date>-<time>]
+  --supervise                   start again what dies: killed by a signal, or with exit code 4 (its peer was lost); each
+                                process at most 10 times, after a pause of 1 to 10 s if it died within 10 s. The
+                                server keeps checkpoints in DIR/checkpoints, or where --checkpoint-dir says, and
+                                goes on from the newest, also from those of an earlier run with this --run-dir
+  --worker-inject FAULT         break every worker on purpose, or with rank=R one, at an exact point: it gets FAULT as
+                                its --inject (docs/FAULTS.md); --inject is the server's. What is started again is
+                                not broken again
   -h, --help                    this text
 
 Passed to workers, validator and evaluator (scripts/launch_worker.sh --help explains them):
@@ -39,6 +46,8 @@ Passed to the evaluator alone, in an ensemble to the workers:
 
 Passed to the parameter server: every other option (scripts/launch_ps.sh --help lists them, with units), as in
   scripts/train.sh --steps 1000 --optimizer sgd --learning-rate 0.1 --momentum 0.9 --seed 7
+  scripts/train.sh --checkpoint-dir DIR --checkpoint-every 50 --keep 3 --resume
+The second goes on from the newest checkpoint in DIR, and begins afresh when there is none.
 
 Refused, because this script sets them: --host, --port, --port-file, --token-file, --insecure, --summary and
 --export of the server; --ps, --rank, --name, --role and --dry-run of the workers. A worker computes with one
@@ -58,12 +67,16 @@ mode=shared
 aggregation=master
 fault=""
 run_dir=""
+supervise=""
+checkpoint_dir="${WEIGHMASTER_CHECKPOINT_DIR:-}"
 model=mlp
 dataset=digits
 client_options=()
 worker_options=()
 evaluator_options=()
 ps_options=()
+ps_faults=()
+worker_faults=()
 
 while [ $# -gt 0 ]; do
     option="$1"
@@ -77,19 +90,25 @@ while [ $# -gt 0 ]; do
             client_options+=("$option")
             continue
             ;;
+        --supervise)
+            supervise=yes
+            continue
+            ;;
         --host | --host=* | --port | --port=* | --port-file | --port-file=* | --token-file | --token-file=* | \
             --insecure | --summary | --summary=* | --export | --export=* | \
             --ps | --ps=* | --rank | --rank=* | --name | --name=* | --role | --role=* | --dry-run)
             fail "${option%%=*} is what this script sets by itself; start the processes one by one with \
 scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
             ;;
-        --workers | --steps | --mode | --aggregation | --fault | --run-dir | --model | --dataset | --data-dir | --batch-size | \
+        --workers | --steps | --mode | --aggregation | --fault | --run-dir | --checkpoint-dir | --inject | --worker-inject | \
+            --model | --dataset | --data-dir | --batch-size | \
             --trusted-examples | --evaluate-every | --connect-timeout | --reconnect-timeout)
             [ $# -gt 0 ] || fail "$option needs a value"
             value="$1"
             shift
             ;;
-        --workers=* | --steps=* | --mode=* | --aggregation=* | --fault=* | --run-dir=* | --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
+        --workers=* | --steps=* | --mode=* | --aggregation=* | --fault=* | --run-dir=* | --checkpoint-dir=* | --inject=* | --worker-inject=* | \
+            --model=* | --dataset=* | --data-dir=* | --batch-size=* | \
             --trusted-examples=* | --evaluate-every=* | --connect-timeout=* | --reconnect-timeout=*)
             value="${option#*=}"
             option="${option%%=*}"
@@ -106,6 +125,9 @@ scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
         --aggregation) aggregation="$value" ;;
         --fault) fault="$value" ;;
         --run-dir) run_dir="$value" ;;
+        --checkpoint-dir) checkpoint_dir="$value" ;;
+        --inject) ps_faults+=(--inject "$value") ;;
+        --worker-inject) worker_faults+=(--inject "$value") ;;
         --evaluate-every) evaluator_options+=("$option" "$value") ;;
         --model) model="$value" ;;
         --dataset) dataset="$value" ;;
@@ -139,6 +161,7 @@ prepare_environment worker
 # ---- processes, and how they are ended --------------------------------------------------------------------
 
 declare -A running=() # process id -> name
+server="the parameter server"
 ps_pid=""
 starting=""
 kept=""
@@ -151,9 +174,9 @@ start() {
     starting=yes
     set -m
     if [ -n "$log" ]; then
-        "$@" </dev/null >"$log" 2>&1 &
+        "$@" </dev/null >>"$log" 2>&1 4>&- &
     else
-        "$@" </dev/null &
+        "$@" </dev/null 4>&- &
     fi
     running[$!]="$name"
     set +m
@@ -163,12 +186,17 @@ start() {
 
 alive() { kill -0 "$1" 2>/dev/null; }
 
+# Bash remarks on a process that was killed as soon as it has waited for something; it is said better below. A signal
+# is handled in the midst of this, too, and speaks by way of the fourth descriptor.
+exec 4>&2
+pause() { sleep "$1"; } 2>/dev/null
+
 # Waits at most $1 tenths of a second until none of the processes that follow is alive.
 wait_at_most() {
     local tenths=$1 pid
     shift
     for pid in "$@"; do
-        while alive "$pid" && ((tenths-- > 0)); do sleep 0.1; done
+        while alive "$pid" && ((tenths-- > 0)); do pause 0.1; done
     done
 }
 
@@ -203,6 +231,7 @@ interrupted() {
         kept="$1"
         return
     fi
+    exec 2>&4
     stop_all "$1"
     if began; then say "Stopped. Logs: $run_dir"; else say "Stopped before anything was trained."; fi
     if [ "$1" = INT ]; then exit 130; else exit 143; fi
@@ -253,70 +282,152 @@ if [ -n "$evaluator" ]; then token evaluator --role evaluator; fi
 
 count() { if [ "$1" = 1 ]; then echo "1 $2"; else echo "$1 $2s"; fi; }
 
-# The server first, and nothing is announced before it listens: it has then understood its options.
 scripts="$(dirname "$0")"
-export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
-start "the parameter server" "" "$PYTHON" -m ps --host 127.0.0.1 --port 0 --port-file "$run_dir/port" \
-    --workers "$workers" --mode "$mode" --aggregation "$aggregation" --steps "$steps" --run-dir "$run_dir" \
-    --token-file "$run_dir/tokens" \
-    --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" ${ps_options[@]+"${ps_options[@]}"}
-ps_pid=$!
+port=0
+if [ -n "$supervise" ]; then
+    if [ -z "$checkpoint_dir" ]; then checkpoint_dir="$run_dir/checkpoints"; fi
+    ps_options+=(--resume)
+fi
+if [ -n "$checkpoint_dir" ]; then ps_options+=(--checkpoint-dir "$checkpoint_dir"); fi
 
+launch_server() {
+    export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
+    start "$server" "" "$PYTHON" -m ps --host 127.0.0.1 --port "$port" --port-file "$run_dir/port" \
+        --workers "$workers" --mode "$mode" --aggregation "$aggregation" --steps "$steps" --run-dir "$run_dir" \
+        --token-file "$run_dir/tokens" \
+        --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" \
+        ${ps_options[@]+"${ps_options[@]}"} ${ps_faults[@]+"${ps_faults[@]}"}
+    ps_pid=$!
+}
+
+# Starts a worker, the validator or the evaluator, by its name.
+launch_client() {
+    local name="$1" own
+    export WEIGHMASTER_STARTED_AS="$scripts/launch_worker.sh"
+    own=(--ps "$address" --name "$name" --token-file "$run_dir/$name.token" "${client_options[@]}")
+    case "$name" in
+        worker-*)
+            own+=(--role worker --rank "${name#worker-}" ${worker_options[@]+"${worker_options[@]}"})
+            own+=(${worker_faults[@]+"${worker_faults[@]}"})
+            if [ -n "$fault" ] && [ "$name" = "worker-$((workers - 1))" ]; then own+=(--fault "$fault"); fi
+            ;;
+        evaluator) own+=(--role evaluator ${evaluator_options[@]+"${evaluator_options[@]}"}) ;;
+        *) own+=(--role "$name") ;;
+    esac
+    start "$name" "$run_dir/$name.log" "$PYTHON" -m worker "${own[@]}"
+}
+
+# The server first, and nothing is announced before it listens: it has then understood its options.
+launch_server
 waited=0
 while ! began && alive "$ps_pid"; do
-    sleep 0.1
+    pause 0.1
     if ((++waited == 30)); then say "The parameter server is starting; the first time it compiles its kernels."; fi
 done
 
 if began && alive "$ps_pid"; then
-    address="127.0.0.1:$(cat "$run_dir/port")"
+    port="$(cat "$run_dir/port")"
+    address="127.0.0.1:$port"
     say "Training $model on $dataset: $(count "$workers" worker), $(count "$steps" step). Logs and results: $run_dir"
     if [ -n "$fault" ]; then say "worker-$((workers - 1)) misbehaves on purpose: $fault."; fi
+    if [ -n "$supervise" ]; then say "What dies is started again; checkpoints: $checkpoint_dir"; fi
     say "All of them load TensorFlow first, which takes some seconds."
-    export WEIGHMASTER_STARTED_AS="$scripts/launch_worker.sh"
-    for ((rank = 0; rank < workers; rank++)); do
-        own=("${client_options[@]}" ${worker_options[@]+"${worker_options[@]}"})
-        if [ -n "$fault" ] && [ "$rank" = $((workers - 1)) ]; then own+=(--fault "$fault"); fi
-        start "worker-$rank" "$run_dir/worker-$rank.log" "$PYTHON" -m worker --ps "$address" --role worker \
-            --rank "$rank" --name "worker-$rank" --token-file "$run_dir/worker-$rank.token" "${own[@]}"
+    clients=()
+    for ((rank = 0; rank < workers; rank++)); do clients+=("worker-$rank"); done
+    if [ -n "$validator" ]; then clients+=(validator); fi
+    if [ -n "$evaluator" ]; then clients+=(evaluator); fi
+    for name in "${clients[@]}"; do
+        : >"$run_dir/$name.log"
+        launch_client "$name"
     done
-    if [ -n "$validator" ]; then
-        start validator "$run_dir/validator.log" "$PYTHON" -m worker --ps "$address" --role validator \
-            --name validator --token-file "$run_dir/validator.token" "${client_options[@]}"
-    fi
-    if [ -n "$evaluator" ]; then
-        start evaluator "$run_dir/evaluator.log" "$PYTHON" -m worker --ps "$address" --role evaluator \
-            --name evaluator --token-file "$run_dir/evaluator.token" "${client_options[@]}" \
-            ${evaluator_options[@]+"${evaluator_options[@]}"}
-    fi
 fi
+
+# ---- what dies is started again ---------------------------------------------------------------------------
+
+most_restarts=10
+longest_pause=10 # seconds
+ticks_per_second=5
+tick=0
+declare -A started_at=() restarts=() pauses=() due=() # by name; started_at and due in ticks
+
+by_signal() { (($1 > 128 && $1 < 193 && $1 != 130 && $1 != 143)); }
+
+# Decides whether process $1, which ended with code $2, is started again, and when; says so.
+starts_again() {
+    local name="$1" code="$2" how="ended with exit code $2" wait_s=0 later=""
+    if [ -z "$supervise" ]; then return 1; fi
+    if by_signal "$code"; then
+        how="was killed by SIG$(kill -l "$code" 2>/dev/null || echo "NAL $((code - 128))")"
+    elif [ "$code" != 4 ]; then
+        return 1
+    fi
+    if [ -t 2 ]; then say ""; fi # below the server's live line
+    if ((${restarts[$name]:-0} >= most_restarts)); then
+        say "${name/#the/The} $how, and has been started again $most_restarts times: it is given up."
+        return 1
+    fi
+    if ((tick - ${started_at[$name]:-0} < 10 * ticks_per_second)); then
+        wait_s=${pauses[$name]:-1}
+        later=" in $wait_s s"
+    fi
+    pauses[$name]=$((wait_s == 0 ? 1 : 2 * wait_s < longest_pause ? 2 * wait_s : longest_pause))
+    restarts[$name]=$((${restarts[$name]:-0} + 1))
+    due[$name]=$((tick + wait_s * ticks_per_second))
+    say "${name/#the/The} $how: started again$later (${restarts[$name]} of $most_restarts)"
+}
+
+start_what_is_due() {
+    local name
+    for name in "${!due[@]}"; do
+        if ((tick < due[$name])); then continue; fi
+        unset "due[$name]"
+        started_at[$name]=$tick
+        # A fault that is injected is meant to happen once.
+        unset WEIGHMASTER_INJECT
+        if [ "$name" = "$server" ]; then
+            ps_faults=()
+            launch_server
+        else
+            worker_faults=()
+            launch_client "$name"
+        fi
+    done
+}
 
 # ---- until the server ends, or a worker fails -------------------------------------------------------------
 
 status=0
 failed=""
-while [ -n "${running[$ps_pid]:-}" ] && [ -z "$failed" ]; do
+over=""
+while [ -z "$over$failed" ]; do
     for pid in "${!running[@]}"; do
         if alive "$pid"; then continue; fi
         name="${running[$pid]}"
         unset "running[$pid]"
         code=0
-        wait "$pid" || code=$?
+        wait "$pid" 2>/dev/null || code=$?
         kill -TERM -- "-$pid" 2>/dev/null || true # what it may have started itself
         if [ "$pid" = "$ps_pid" ]; then
+            if [ "$port" != 0 ] && starts_again "$name" "$code"; then
+                ps_pid=""
+                continue
+            fi
             status=$code
+            over=yes
             break
-        elif [ "$code" -ne 0 ]; then
+        elif [ "$code" -ne 0 ] && ! starts_again "$name" "$code"; then
             # It may have been told that the run is over, by a server that is about to end and to say why.
-            wait_at_most 20 "$ps_pid"
-            if alive "$ps_pid"; then
+            if [ -n "$ps_pid" ]; then wait_at_most 20 "$ps_pid"; fi
+            if [ -z "$ps_pid" ] || alive "$ps_pid"; then
                 failed="$name"
                 status=$code
                 break
             fi
         fi
     done
-    sleep 0.2
+    if [ -z "$over$failed" ]; then start_what_is_due; fi
+    pause 0.2
+    ((++tick))
 done
 
 # TensorFlow's builds for GPUs remark on a missing one, twice, before they can be told to be quiet.

@@ -3,12 +3,8 @@
 Needs no TensorFlow. One thread uses a `Server`; a second one of its own keeps it alive with heartbeats.
 """
 
-import os
-import platform
-import random
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -17,38 +13,20 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.arena import Arena, aligned_empty, check_array
+from protocol.arena import Arena, aligned_empty
 from protocol.connection import State
-from protocol.ensemble import (
-    MODE,
-    Answers,
-    Weighting,
-    as_member,
-    as_worker,
-    labels_digest,
-    side_payload,
-    side_views,
-)
-from protocol.errors import (
-    LocalProtocolError,
-    ManifestMismatch,
-    NetworkError,
-    PeerLost,
-    RemoteProtocolError,
-    WeighmasterError,
-)
-from protocol.link import HANDSHAKE_S, Link
+from protocol.ensemble import Answers, Weighting, labels_digest, side_payload, side_views
+from protocol.errors import LocalProtocolError, NetworkError, RemoteProtocolError, WeighmasterError
+from protocol.injection import Plan, Point
+from protocol.injector import Faults
+from protocol.link import Link
 from protocol.messages import (
     AUTO_RANK,
-    NONCE_BYTES,
     AskInitial,
     Bye,
     Heartbeat,
-    Hello,
     Initial,
-    Kind,
     Logits,
-    Offer,
     Pull,
     Push,
     Report,
@@ -59,23 +37,17 @@ from protocol.messages import (
     Weights,
     Welcome,
 )
-from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
-from protocol.transport import Address, Deadline
-from protocol.transport import connect as open_channel
+from protocol.tensors import Layout, Manifest
+from protocol.transport import Deadline
 from worker.config import parse_address
-from worker.handshake import hear, shake_hands
-
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
-"""Pauses between attempts double from the first to the longest, each shortened at random by up to a half."""
+from worker.handshake import hear
+from worker.reconnect import Caller, ClientConfig
+from worker.scatter import Buffers, Scatter
 
 BEAT_GRAIN = 0.1
 """Part of a heartbeat interval by which a beat may be late; the server allows for more before it acts."""
 
 LAST_WORDS_S = 1.0
-
-Buffers = Sequence[memoryview | bytes]
-InitialValues = Callable[[], Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
@@ -104,51 +76,8 @@ class Update:
         return self.arena.views()
 
 
-@dataclass(frozen=True)
-class ClientConfig:
-    """Who joins, and how patiently (seconds).
-
-    Attributes:
-        address: of the server; its name is resolved anew at each attempt.
-        manifest: variables of this side.
-        initial_values: called if the server asks this client for them.
-        token: shared secret, or None.
-        threads: offered; the server's record for this rank comes back in `welcome`.
-        seed: None takes the server's.
-        answers: sizes of the logits that this client can push in ensemble mode; None if it cannot.
-        on_event: told, in words, of losses, returns and attempts.
-        on_waiting: told about once a second for whom the server waits while this client waits for it.
-    """
-
-    address: Address
-    manifest: Manifest
-    initial_values: InitialValues
-    rank: int = AUTO_RANK
-    name: str = ""
-    role: Role = Role.WORKER
-    token: str | None = None
-    threads: int = 1
-    seed: int | None = None
-    answers: Answers | None = None
-    connect_timeout_s: float = 60.0
-    reconnect_timeout_s: float = 120.0
-    congestion_control: str = "auto"
-    on_event: Callable[[str], None] = lambda text: None
-    on_waiting: Callable[[str], None] = lambda text: None
-
-
 class Server:
-    """The parameter server as its client sees it; a context manager that says goodbye at the end.
-
-    Attributes:
-        welcome: what was agreed at the last handshake: rank, seed, shards, steps, threads.
-        layout: where each variable, called as here, lies in an arena; in ensemble mode side arrays follow.
-        weighting: in ensemble mode, what a weight is of; None in other modes.
-    """
-
-    welcome: Welcome
-    layout: Layout
-    weighting: Weighting | None = None
+    """The parameter server as its client sees it; a context manager that says goodbye at the end."""
 
     def __init__(self, config: ClientConfig) -> None:
         """Connect and shake hands, retrying until `connect_timeout_s`.
@@ -158,16 +87,15 @@ class Server:
             Refused: it said no.
         """
         self._config = config
-        self._incarnation = random.SystemRandom().getrandbits(63)
-        self._host = platform.node()[:128]
-        self._rank, self._name = config.rank, config.name
+        self._faults = config.faults
+        self._caller = Caller(config)
         self._seq = 0
         self._epoch: int | None = None
         self._step = 0
-        self._link: Link | None = None
-        self._arenas: list[Arena] = []
         self._closing = threading.Event()
-        self._connect(config.connect_timeout_s, first=True)
+        self._link: Link | None = self._caller.call(config.connect_timeout_s)
+        self._scatter = Scatter(self.layout)
+        self._arenas = [Arena(self.layout, aligned_empty(self.layout.values_bytes)) for _ in range(2)]
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 
@@ -178,8 +106,26 @@ class Server:
         """The rank that the server handed out (-1 for a validator and for an evaluator, which have none)."""
         return self.welcome.rank
 
+    @property
+    def welcome(self) -> Welcome:
+        """What was agreed at the last handshake: rank, seed, shards, steps, threads."""
+        return self._caller.welcome
+
+    @property
+    def layout(self) -> Layout:
+        """Where each variable, called as here, lies in an arena; in ensemble mode side arrays follow."""
+        return self._caller.layout
+
+    @property
+    def weighting(self) -> Weighting | None:
+        """In ensemble mode, what a weight is of; None in other modes."""
+        return self._caller.weighting
+
     def pull(self, min_step: int = 0) -> Update:
-        """Return the current values, once their step is at least `min_step` or the run is done."""
+        """Return the current values, once their step is at least `min_step` or the run is done.
+
+        Values of a server that has started anew come at once, whatever their step: it may be smaller.
+        """
         return self._ask_values(lambda link: link.send(Pull(min_step)), seq=0)
 
     def push(
@@ -246,7 +192,7 @@ class Server:
             examples=int(examples),
             labels=None if labels is None else labels_digest(labels),
         )
-        return self._ask_values(lambda link: link.send(push, payload), self._seq)
+        return self._ask_values(lambda link: self._send_push(link, push, payload), self._seq)
 
     def weigh(self, logits: NDArray[Any], labels: NDArray[np.int32]) -> NDArray[Any] | Update:
         """Show logits to the master before the push of the same step, in ensemble mode with weights of examples.
@@ -330,12 +276,12 @@ class Server:
             raise LocalProtocolError("the connection to the server was closed; connect again")
         while True:
             if self._link is None:
-                self._connect(self._config.reconnect_timeout_s)
+                self._link = self._caller.call(self._config.reconnect_timeout_s)
             link = self._link
-            assert link is not None
-            restarted = self._epoch is not None and self.welcome.epoch != self._epoch
             try:
-                if restarted and seq:  # the old epoch's gradient is worth nothing: go on from the current values
+                if self._epoch is not None and self.welcome.epoch != self._epoch:
+                    # What was computed in the old epoch is worth nothing, and the step that was waited for may be
+                    # far ahead again: go on from the current values.
                     link.send(Pull(0))
                     return self._answer(link, 0)
                 self._say(link, send)
@@ -353,13 +299,29 @@ class Server:
                 hear(link, Deadline(LAST_WORDS_S))
             raise
 
+    def _send_push(self, link: Link, push: Push, payload: Buffers) -> None:
+        faults, rank, step = self._faults, self.rank, push.step
+        if not faults.is_armed:
+            link.send(push, payload)
+            return
+        faults.on(link, Point.BEFORE_PUSH, rank, step)
+        link.send(push, payload, faults.midway(link, Point.MID_PUSH, rank, step))
+        if faults.on(link, Point.AFTER_PUSH, rank, step):
+            link.send(push, payload)
+
+    def _receive_values(self, link: Link, values: Values) -> Arena:
+        """Receive a reply into the arena whose turn it is; one that breaks off leaves the last answer as it was."""
+        arena = self._arenas[0]
+        midway = self._faults.midway(link, Point.MID_REPLY, self.rank, values.step)
+        link.receive_payload(arena.buffer[: self.layout.values_bytes].data, midway=midway)
+        return arena
+
     def _answer(self, link: Link, seq: int) -> Update | NDArray[Any]:
         while True:
             message = hear(link)
             match message:
                 case Values(seq=answered):
-                    arena = self._arenas[0]
-                    link.receive_payload(arena.buffer[: self.layout.values_bytes].data)
+                    arena = self._receive_values(link, message)
                     if answered != seq:
                         continue  # the answer to a request that was repeated
                     return self._took(message, arena)
@@ -395,95 +357,9 @@ class Server:
         self._say(link, lambda asked: asked.send(Initial(), payload))
 
     def _scattered(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
-        if len(gradients) > len(self._parts):
-            unknown = next(name for name in gradients if name not in self.layout.by_name)
-            raise ManifestMismatch(f"variable {unknown!r} is not in the manifest")
-        buffers: list[memoryview | bytes] = []
-        for name, spec, gap in self._parts:
-            if name not in gradients:
-                raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
-            gradient = np.asarray(gradients[name])
-            check_array(spec, gradient)
-            if gradient.size:
-                if not gradient.dtype.isnative:
-                    gradient = gradient.astype(gradient.dtype.newbyteorder())
-                buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
-            if gap:
-                buffers.append(gap)
-        return buffers
-
-    @cached_property
-    def _parts(self) -> list[tuple[str, VariableSpec | SideSpec, bytes]]:
-        """Return name, spec and the zeros that follow, for each variable in the order of the layout."""
-        slots = self.layout.slots
-        starts = [*(slot.offset for slot in slots[1:]), self.layout.values_bytes]
-        return [
-            (slot.spec.name, slot.spec, bytes(start - slot.end)) for slot, start in zip(slots, starts, strict=True)
-        ]
+        return self._scatter.buffers(gradients)
 
     # ---- the connection --------------------------------------------------------------------------------
-
-    def _connect(self, timeout_s: float, first: bool = False) -> None:
-        deadline = Deadline(timeout_s)
-        pause_s = FIRST_PAUSE_S
-        told_at = 0.0
-        while True:
-            try:
-                self._link = self._shake_hands(deadline)
-                if not first or told_at:
-                    self._config.on_event(f"connected to the server at {self._config.address}")
-                return
-            except NetworkError as error:
-                if deadline.left_s <= pause_s:
-                    raise PeerLost(
-                        f"the server at {self._config.address} could not be reached for {timeout_s:g} s: {error}"
-                    ) from error
-                if not told_at or time.monotonic() - told_at >= LONGEST_PAUSE_S:
-                    told_at = time.monotonic()
-                    self._config.on_event(
-                        f"waiting for the server at {self._config.address}, {deadline.left_s:.0f} s left: {error}"
-                    )
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _shake_hands(self, deadline: Deadline) -> Link:
-        config = self._config
-        channel = open_channel(config.address, min(deadline.left_s, HANDSHAKE_S), config.congestion_control)
-        link = Link(channel, Side.WORKER)
-        hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
-        answers = config.answers
-        sizes = (answers.examples, answers.classes, answers.dtype, answers.test_examples) if answers else ()
-        offer = Offer(config.manifest.to_wire(), config.threads, config.seed, *sizes)
-        try:
-            self._agree(link, shake_hands(link, hello, offer, config.token, config.on_waiting))
-            return link
-        except BaseException:
-            link.abort()
-            link.close()
-            raise
-
-    def _agree(self, link: Link, welcome: Welcome) -> None:
-        manifest = Manifest.from_wire(welcome.manifest)
-        ours, answers = self._config.manifest, self._config.answers
-        sides: tuple[SideSpec, ...] = ()
-        payloads: Mapping[Kind, int] = {}
-        if welcome.mode == MODE:
-            self.weighting = _weighting_of(welcome)
-            if answers is None:
-                raise RemoteProtocolError("the server takes this worker for a member, which it did not offer to be")
-            ours = as_member(ours, welcome.rank)
-            sides, payloads = answers.push_sides(self.weighting), answers.payloads(self.weighting)
-        ours.check_same_variables(manifest, "this worker", "the server")
-        if welcome.mode == MODE:
-            manifest = as_worker(manifest)
-        if not self._arenas or manifest != self.layout.manifest:
-            self.layout = Layout.of(manifest, sides)
-            self.__dict__.pop("_parts", None)
-            self._arenas = [Arena(self.layout, aligned_empty(self.layout.values_bytes)) for _ in range(2)]
-        self.welcome = welcome
-        self._rank, self._name = welcome.rank, welcome.name
-        link.connection.agree(self.layout, payloads)
-        link.silence_s = welcome.heartbeat_timeout
 
     def _drop(self, error: NetworkError) -> None:
         if self._link is not None:
@@ -502,13 +378,6 @@ class Server:
                     continue  # the thread that asks will find the connection broken and mend it
 
 
-def _weighting_of(welcome: Welcome) -> Weighting:
-    try:
-        return Weighting(welcome.weighting)
-    except ValueError as error:
-        raise RemoteProtocolError(f"the server weighs by {welcome.weighting!r}, which is not known here") from error
-
-
 def connect(
     address: str,
     variables: Mapping[str, NDArray[Any]],
@@ -523,6 +392,7 @@ def connect(
     answers: Answers | None = None,
     connect_timeout: float = 60.0,
     reconnect_timeout: float = 120.0,
+    inject: str | None = None,
     on_event: Callable[[str], None] = lambda text: None,
 ) -> Server:
     """Join a run as a worker, with any framework or none.
@@ -542,6 +412,7 @@ def connect(
         answers: sizes of the logits that go with each push in ensemble mode; None: the mode is refused.
         connect_timeout: seconds to wait for the server at first.
         reconnect_timeout: seconds to wait for its return later.
+        inject: faults on purpose, as `protocol.injection.Plan` reads them; None: none.
         on_event: told, in words, of waits, losses and returns.
 
     Returns:
@@ -550,7 +421,11 @@ def connect(
     Raises:
         PeerLost: nobody answered in time.
         Refused: the server said no; never retried.
+        ConfigurationError: the address, or a fault, cannot be understood.
     """
+    plan = Plan.parse([] if inject is None else [inject], Side.WORKER)
+    if plan.announcement:
+        on_event(plan.announcement)
     initial = {key: np.array(value, copy=True) for key, value in variables.items()}
     return Server(
         ClientConfig(
@@ -566,6 +441,7 @@ def connect(
             answers=answers,
             connect_timeout_s=connect_timeout,
             reconnect_timeout_s=reconnect_timeout,
+            faults=Faults(plan),
             on_event=on_event,
             on_waiting=on_event,
         )

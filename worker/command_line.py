@@ -12,6 +12,8 @@ import click
 import cloup
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from protocol.injection import GOES, Action
+from protocol.messages import Side
 from protocol.transport import Address
 from worker.config import (
     DATASETS,
@@ -37,6 +39,7 @@ _TYPES: dict[Any, Any] = {
     float: click.FLOAT,
     str: click.STRING,
     Path: click.Path(path_type=Path),
+    tuple[str, ...]: click.STRING,
 }
 
 
@@ -90,8 +93,12 @@ def _option(
     if kind is bool:
         attributes["show_default"] = "off"
         return cloup.option(f"{option_name(name)}/{option_name('no_' + name)}", name, **attributes)
+    attributes["multiple"] = kind == tuple[str, ...]
     return cloup.option(option_name(name), name, type=type or _TYPES[kind], metavar=metavar, **attributes)
 
+
+POINTS = [point for point, sides in GOES.items() if Side.WORKER in sides]
+ACTIONS = list(Action)
 
 _OPTION_GROUPS = (
     cloup.option_group(
@@ -153,14 +160,24 @@ _OPTION_GROUPS = (
         _option("seed", "Refuse a server whose seed is another", unset="the server's", metavar="N"),
         _option("threads", "Threads of TensorFlow", unset="CPUs available", metavar="N"),
         _option("legacy_keras", "Use the tf-keras package, which tf.compat.v1.layers needs"),
+        _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
+    ),
+    cloup.option_group(
+        "Faults on purpose",
         _option(
             "fault",
-            f"Misbehave on purpose, to see what the server does: {', '.join(FAULTS)}; "
+            f"Push what a broken or hostile worker would, to see what the server does: {', '.join(FAULTS)}; "
             "some take a number, as in scale:-10",
             unset="behave",
             metavar="NAME[:NUMBER]",
         ),
-        _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
+        _option(
+            "inject",
+            f"Once, at a point of a step, {', '.join(ACTIONS[:-1])} or {ACTIONS[-1]} this process, its connection "
+            f"or its push; points are {', '.join(POINTS)}; may be given several times, or several separated by ;",
+            unset="nothing happens",
+            metavar="ACTION[:SECONDS]@POINT[,rank=R][,step=S]",
+        ),
     ),
     cloup.option_group(
         "Time-outs",

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
+from protocol.injection import Plan
+from protocol.messages import Side
 from protocol.transport import Address
 from worker.faults import parse_fault
 
@@ -68,6 +70,7 @@ class WorkerConfig:
         token_file: the one line `name role rank token` of this worker; None: none is sent.
         evaluate_every: steps between two evaluations of an evaluator, or two votes of an ensemble's member.
         fault: how this worker misbehaves on purpose, as `worker.faults.parse_fault` reads it; None: not at all.
+        inject: what happens to this process or its connection on purpose, as `protocol.injection` reads it.
         connect_timeout: wait for the server at the start.
         reconnect_timeout: wait for the server once it was lost.
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
@@ -89,6 +92,7 @@ class WorkerConfig:
     token_file: Path | None = None
     evaluate_every: int = 20
     fault: str | None = None
+    inject: tuple[str, ...] = ()
     connect_timeout: float = 60.0
     reconnect_timeout: float = 120.0
     congestion_control: str = "auto"
@@ -136,6 +140,7 @@ class WorkerConfig:
                 raise ConfigurationError(
                     f"--fault and --role {self.role} exclude each other: only a worker misbehaves; leave one out"
                 )
+        Plan.parse(self.inject, Side.WORKER)
         if self.role == "validator" and self.evaluate_every != default_of("evaluate_every"):
             raise ConfigurationError(
                 f"--evaluate-every works only with --role evaluator, not with --role {self.role}"

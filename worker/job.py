@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
-from protocol.messages import AUTO_RANK, Role
+from protocol.injection import Plan
+from protocol.injector import Faults
+from protocol.messages import AUTO_RANK, Role, Side
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
 from worker.batches import Shard, TrustedBatches
-from worker.client import ClientConfig, InitialValues, Server, Update
+from worker.client import Server, Update
 from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
 from worker.datasets import load_dataset, num_classes
 from worker.definitions import Dataset, Model
@@ -24,6 +26,7 @@ from worker.ensemble import MemberRun, member_seed
 from worker.faults import parse_fault
 from worker.faulty_step import FaultySteps
 from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
+from worker.reconnect import ClientConfig, InitialValues
 
 if TYPE_CHECKING:
     from worker import graph
@@ -48,7 +51,13 @@ def load_data(config: WorkerConfig) -> Dataset:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
     if config.fault is not None:
         _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
+    if config.inject:
+        _say(_plan(config).announcement)
     return load_dataset(config.dataset, config.data_dir)
+
+
+def _plan(config: WorkerConfig) -> Plan:
+    return Plan.parse(config.inject, Side.WORKER)
 
 
 def load_tensorflow() -> None:
@@ -220,6 +229,7 @@ def _client(job: Job, token: str | None, initial_values: InitialValues) -> Clien
         connect_timeout_s=config.connect_timeout,
         reconnect_timeout_s=config.reconnect_timeout,
         congestion_control=config.congestion_control,
+        faults=Faults(_plan(config)),
         on_event=_say,
         on_waiting=WaitLog(_say),
     )

@@ -134,7 +134,7 @@ def train(server: Pushes, gradient_of: StepGradient, say: Say) -> Update:
             gradients.buffers, loss=gradients.loss, accuracy=gradients.accuracy, examples=gradients.examples
         )
         if answered.restarted:
-            say(f"the server has started anew: going on from step {answered.step}")
+            _say_restarted(answered, say)
         elif not answered.applied:
             say(f"the push of step {update.step} did not count: {answered.reason}")
         update = answered
@@ -142,7 +142,11 @@ def train(server: Pushes, gradient_of: StepGradient, say: Say) -> Update:
 
 
 def evaluate(server: Pushes, evaluator: Measures, dataset: Dataset, every: int, say: Say) -> Measured:
-    """Measure values on the test data every `every` steps until the run is done; return the last measurement."""
+    """Measure values on the test data every `every` steps until the run is done; return the last measurement.
+
+    Values of a server that has started anew are measured whatever their step is: what was reported of later ones is
+    not known to it.
+    """
     update = server.pull()
     while True:
         measured = evaluator.evaluate(
@@ -154,6 +158,12 @@ def evaluate(server: Pushes, evaluator: Measures, dataset: Dataset, every: int, 
         if update.done:
             return measured
         update = server.pull(update.step + every)
+        if update.restarted:
+            _say_restarted(update, say)
+
+
+def _say_restarted(update: Update, say: Say) -> None:
+    say(f"the server has started anew: going on from step {update.step}")
 
 
 class WaitLog:

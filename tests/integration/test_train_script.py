@@ -149,6 +149,55 @@ def test_a_worker_that_fails_ends_all(train, tmp_path):
     script.process.says(r"none\.npz is missing: check the path after npz:")
 
 
+@pytest.mark.timeout(300)
+def test_what_is_killed_is_started_again_and_the_values_are_the_same(train):
+    """A worker in mid-push, then the server before an update: bit for bit what an undisturbed run gives."""
+    options = ("--workers", 2, "--steps", 100, "--aggregation", "mean", "--seed", 5)
+    undisturbed = train(*options)
+    undisturbed.process.ends_with(0)
+    faults = ("--worker-inject", "kill@mid-push,rank=1,step=33", "--inject", "kill@before-apply,step=67")
+    script = train(*options, "--supervise", "--checkpoint-every", 10, *faults)
+    script.process.says(rf"What dies is started again; checkpoints: {script.directory}/checkpoints$")
+    script.process.says(r"^worker-1 was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
+    port = script.port
+    script.process.says(r"^The parameter server was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
+    script.process.says(r"going on from step 60 of 100")
+    script.process.ends_with(0)
+    assert script.port == port, "else no worker would find it"
+    assert script.has_left_nothing()
+    log = script.process.log
+    assert log.count("started again") == 3
+    assert "Killed" not in log, "the shell's own words"
+    worker = (script.directory / "worker-1.log").read_text()
+    assert worker.count("injected: kill at mid-push, rank 1, step 33") == 1, "what it said before it died is kept"
+    assert "going on from step 60" in worker and "done at step 100" in worker
+    before, after = (load_file(run.directory / "model.safetensors") for run in (undisturbed, script))
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_a_signal_ends_a_supervised_run_whose_server_is_away(train):
+    """Ctrl-C in the pause after a death: nothing is started again, and no child is left."""
+    script = train("--workers", 1, "--steps", 1_000_000, "--aggregation", "mean", "--supervise")
+    script.process.says("load TensorFlow first")
+    for times in (1, 2, 3):
+        kill_server(script)
+        script.process.says(r"^The parameter server was killed by SIGKILL: started again.* \(\d of 10\)$", times)
+    began = time.monotonic()
+    os.killpg(script.process.pid, signal.SIGINT)
+    script.process.ends_with(130)
+    assert time.monotonic() - began < AT_ONCE_S
+    assert script.has_left_nothing()
+    assert script.process.errors[-1] == f"Stopped. Logs: {script.directory}"
+
+
+def kill_server(script):
+    """Kill the server of a run, as soon as it is there."""
+    while not (servers := [process for process in script.members() if "ps" in process.cmdline()]):
+        assert script.process.log.count("given up") == 0
+    servers[0].kill()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

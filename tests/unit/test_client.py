@@ -98,7 +98,18 @@ class Peer:
         self.greet(epoch, step, rank, interval, manifest)
         return self
 
-    def greet(self, epoch=EPOCH, step=0, rank=0, interval=5.0, manifest=MANIFEST, mode="shared", weighting=""):
+    def greet(
+        self,
+        epoch=EPOCH,
+        step=0,
+        rank=0,
+        interval=5.0,
+        manifest=MANIFEST,
+        mode="shared",
+        weighting="",
+        seed=42,
+        shards=4,
+    ):
         self.link.send(
             Welcome(
                 epoch=epoch,
@@ -106,10 +117,10 @@ class Peer:
                 steps=10,
                 rank=rank,
                 name=f"site-{rank}",
-                seed=42,
+                seed=seed,
                 threads=3,
                 workers=2,
-                shards=4,
+                shards=shards,
                 mode=mode,
                 codec="raw",
                 heartbeat_interval=interval,
@@ -343,7 +354,7 @@ def test_after_a_broken_connection_the_same_push_is_sent_again_by_the_same_incar
             hellos.append(peer.hello)
 
     def after(peer):
-        peer.welcomes(step=0, rank=1)
+        peer.welcomes(step=0, rank=0)
         hellos.append(peer.hello)
         push = peer.hears(Push)
         assert (push.epoch, push.step, push.seq, push.loss) == (EPOCH, 0, 1, 0.5)
@@ -415,6 +426,270 @@ def test_a_second_break_after_a_restart_does_not_revive_the_old_gradient():
     with ScriptedServer(*scripts) as scripted, join(scripted) as server:
         server.pull()
         assert server.push(gradients()).restarted
+
+
+# ---- a server that has started anew ----------------------------------------------------------------------
+
+
+def pulls(step, fill=0.0, epoch=EPOCH, min_step=0, **options):
+    """A script that answers a pull and goes away."""
+
+    def script(peer):
+        peer.welcomes(step=step, epoch=epoch, **options)
+        assert peer.hears(Pull).min_step == min_step
+        peer.answers(step, fill=fill, epoch=epoch)
+        peer.link.abort()
+
+    return script
+
+
+def test_an_evaluator_that_waits_for_a_later_step_gets_the_step_that_a_new_server_has():
+    def after(peer):
+        peer.welcomes(rank=-1, epoch=EPOCH + 1, step=40)
+        assert peer.hears(Pull).min_step == 0
+        peer.answers(40, epoch=EPOCH + 1)
+        assert peer.hears(Report).step == 40
+        assert peer.hears(Pull).min_step == 60
+        peer.answers(60, epoch=EPOCH + 1)
+        peer.hears(Bye)
+
+    scripts = (pulls(60, rank=-1), after)
+    with ScriptedServer(*scripts) as scripted, join(scripted, rank=None, role="evaluator") as server:
+        assert server.pull().step == 60
+        update = server.pull(80)
+        assert (update.step, update.restarted) == (40, True)
+        server.report(40, 0.5, None, 1)
+        update = server.pull(60)
+        assert (update.step, update.restarted) == (60, False)
+
+
+def test_a_server_that_dies_before_the_first_values_is_asked_again_and_nothing_was_lost():
+    def welcomes_and_dies(peer):
+        peer.welcomes()
+        peer.link.abort()
+
+    def gathers_and_dies(peer):
+        peer.welcomes(epoch=EPOCH + 1)
+        assert peer.hears(Pull).min_step == 7
+        peer.link.send(Heartbeat("the start waits for rank 1"))
+        peer.link.abort()
+
+    def after(peer):
+        peer.welcomes(epoch=EPOCH + 2)
+        assert peer.hears(Pull).min_step == 7
+        peer.answers(7, epoch=EPOCH + 2)
+        peer.hears(Bye)
+
+    with ScriptedServer(welcomes_and_dies, gathers_and_dies, after) as scripted, join(scripted) as server:
+        update = server.pull(7)
+        assert (update.step, update.restarted) == (7, False)
+
+
+def test_initial_values_whose_way_broke_are_sent_to_the_new_server():
+    def asks_and_dies(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.link.send(AskInitial())
+        peer.hears(Initial)
+        peer.link.abort()
+
+    def after(peer):
+        peer.welcomes(epoch=EPOCH + 1)
+        peer.hears(Pull)
+        peer.link.send(AskInitial())
+        peer.hears(Initial)
+        assert (peer.payload().views()["w"] == VARIABLES["w"]).all()
+        peer.answers(0, epoch=EPOCH + 1)
+        peer.hears(Bye)
+
+    with ScriptedServer(asks_and_dies, after) as scripted, join(scripted) as server:
+        assert not server.pull().restarted
+
+
+def test_a_run_that_is_restored_at_its_last_step_is_done():
+    def after(peer):
+        peer.welcomes(epoch=EPOCH + 1, step=10)
+        peer.hears(Pull)
+        peer.answers(10, epoch=EPOCH + 1, applied=False, done=True)
+        peer.hears(Bye)
+
+    with ScriptedServer(pulls_and_breaks_after(1), after) as scripted, join(scripted) as server:
+        server.pull()
+        update = server.push(gradients())
+        assert (update.step, update.done, update.restarted) == (10, True, True)
+
+
+def test_an_update_stays_good_over_a_reply_that_broke_off_and_a_new_server():
+    def breaks_off(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.answers(0, fill=10.0)
+        peer.hears(Push)
+        peer.payload()
+        peer.answers(1, seq=1, fill=11.0)
+        peer.hears(Push)
+        peer.payload()
+        frame = peer.link.connection.send(Values(EPOCH, 2, 2, True, "", False))
+        peer.link.channel.send([frame, bytes(LAYOUT.values_bytes // 2)], Patience(0, WAIT_S))
+        peer.link.abort()
+
+    def after(peer):
+        peer.welcomes(epoch=EPOCH + 1)
+        peer.hears(Pull)
+        peer.answers(1, fill=12.0, epoch=EPOCH + 1)
+        peer.hears(Bye)
+
+    with ScriptedServer(breaks_off, after) as scripted, join(scripted) as server:
+        server.pull()
+        one = server.push(gradients())
+        two = server.push(gradients())
+        assert two.restarted
+        assert (one.values["w"] == 11).all() and (two.values["w"] == 12).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"seed": 43}, "its seed is 43, and was 42"), ({"shards": 5}, "its shards is 5, and was 4")],
+)
+def test_a_server_of_another_run_is_not_gone_on_with(change, text):
+    """Batches are a function of seed and shards: this worker has chosen its own by the old ones."""
+
+    def another(peer):
+        peer.challenges()
+        peer.hears(Proof)
+        peer.link.send(ServerProof(NO_PROOF))
+        peer.hears(Offer)
+        peer.greet(epoch=EPOCH + 1, **change)
+
+    with (
+        ScriptedServer(pulls_and_breaks_after(0.5), another) as scripted,
+        pytest.raises(PeerLost, match=rf"the server that came back at {scripted.address} is another: {text}"),
+        join(scripted) as server,
+    ):
+        server.pull()
+        server.push(gradients())
+
+
+def test_the_order_agreed_is_offered_again_and_another_order_is_not_gone_on_with():
+    """A graph that was built by the first layout would read and write the wrong variables, without a word."""
+    reverse = Manifest(tuple(reversed(MANIFEST.variables)))
+    offers = []
+
+    def first(peer):
+        try:
+            pulls_and_breaks_after(0.5)(peer)
+        finally:
+            offers.append(peer.offer)
+
+    def another(peer):
+        try:
+            peer.welcomes(epoch=EPOCH + 1, manifest=reverse)
+        finally:
+            offers.append(peer.offer)
+
+    with (
+        ScriptedServer(first, another) as scripted,
+        pytest.raises(ManifestMismatch, match="in another order; start this worker again"),
+        connect(scripted.address, dict(reversed(VARIABLES.items())), state=["count"], rank=0) as server,
+    ):
+        server.pull()
+        server.push(gradients())
+    assert [offer.manifest for offer in offers] == [reverse.to_wire(), MANIFEST.to_wire()]
+    assert [offer.threads for offer in offers] == [1, 3], "the threads that were recorded for it, too"
+
+
+# ---- faults on purpose -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("drop@before-push,rank=0,step=0", None),
+        ("half-close@before-push,step=0", None),
+        ("cut@mid-push", 0.5),
+        ("half-close@mid-push", 0.5),
+        ("drop@after-push", 1),
+        ("half-close@after-push", 1),
+    ],
+)
+def test_a_push_that_a_fault_breaks_is_sent_again_once(text, part, capsys):
+    """The fault comes where it was asked for, and once: the second attempt arrives."""
+
+    def before(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.answers(0)
+        if part is None:
+            with pytest.raises(ConnectionLost):
+                peer.hears(Push)
+            return
+        peer.hears(Push)
+        piece = memoryview(bytearray(int(part * LAYOUT.payload_bytes)))
+        peer.link.channel.receive_into(piece, Patience(0, WAIT_S))
+        with pytest.raises(ConnectionLost):  # not a byte more
+            peer.link.channel.receive_into(memoryview(bytearray(1)), Patience(0, WAIT_S))
+
+    def after(peer):
+        peer.welcomes()
+        assert peer.hears(Push).seq == 1
+        assert (peer.payload().views()["w"] == 5.0).all()
+        peer.answers(1, seq=1)
+        peer.hears(Bye)
+
+    told = []
+    with ScriptedServer(before, after) as scripted, join(scripted, inject=text, on_event=told.append) as server:
+        server.pull()
+        assert server.push(gradients(5.0)).applied
+    assert told[0].startswith("faults will be injected: ")
+    assert capsys.readouterr().err == f"injected: {text.split(',')[0].replace('@', ' at ')}, rank 0, step 0\n"
+
+
+@pytest.mark.parametrize("action", ["cut", "half-close"])
+def test_a_reply_that_a_fault_breaks_is_asked_for_again_or_read_to_its_end(action, capsys):
+    def before(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.answers(0, fill=2.0)
+        with pytest.raises(ConnectionLost):
+            peer.hears(Bye)
+
+    def after(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.answers(0, fill=2.0)
+        peer.hears(Bye)
+
+    with ScriptedServer(before, after) as scripted, join(scripted, inject=f"{action}@mid-reply,step=0") as server:
+        assert (server.pull().values["w"] == 2).all()
+        if action == "half-close":  # found out with the next request
+            assert server.pull().step == 0
+    assert capsys.readouterr().err == f"injected: {action} at mid-reply, rank 0, step 0\n"
+
+
+def test_a_duplicate_is_the_same_push_sent_twice(capsys):
+    def script(peer):
+        peer.welcomes()
+        peer.hears(Pull)
+        peer.answers(0)
+        first, payload = peer.hears(Push), peer.payload().buffer
+        assert (peer.hears(Push), bytes(peer.payload().buffer)) == (first, bytes(payload))
+        peer.answers(1, seq=1)
+        peer.answers(1, seq=1)
+        assert peer.hears(Push).seq == 2
+        peer.payload()
+        peer.answers(2, seq=2)
+        peer.hears(Bye)
+
+    with ScriptedServer(script) as scripted, join(scripted, inject="duplicate@after-push,step=0") as server:
+        server.pull()
+        assert server.push(gradients()).step == 1
+        assert server.push(gradients()).step == 2
+    assert capsys.readouterr().err == "injected: duplicate at after-push, rank 0, step 0\n"
+
+
+def test_a_fault_that_cannot_be_meant_is_refused_before_anybody_is_called():
+    with pytest.raises(ConfigurationError, match="names no point of a worker"):
+        connect("nowhere.invalid:1", VARIABLES, inject="kill@after-apply")
 
 
 def test_a_lost_report_is_not_repeated_and_not_an_error():
@@ -837,3 +1112,32 @@ def test_logits_may_be_answered_with_values_and_their_number_is_spent():
         update = server.weigh(LOGITS, LABELS)
         assert (update.step, update.applied, update.reason) == (3, False, "too late")
         assert server.weigh(LOGITS, LABELS).shape == (4,)
+
+
+def test_a_member_whose_logits_meet_a_new_server_goes_on_from_its_values_and_spends_no_number():
+    def first(peer):
+        welcomes_member(peer, "sample")
+        peer.hears(Pull)
+        peer.answers(5)
+        peer.hears(Logits)
+        peer.link.abort()
+
+    def second(peer):
+        welcomes_member(peer, "sample", epoch=EPOCH + 1)
+        peer.hears(Pull)
+        peer.answers(3, epoch=EPOCH + 1, applied=False)
+        vote = peer.hears(TestLogits)
+        assert (vote.epoch, vote.step) == (EPOCH + 1, 3)
+        peer.link.discard_payload()
+        logits = peer.hears(Logits)
+        assert (logits.epoch, logits.step, logits.seq) == (EPOCH + 1, 3, 1)
+        peer.link.discard_payload()
+        send_weights(peer, 1)
+        peer.hears(Bye)
+
+    with ScriptedServer(first, second) as scripted, join(scripted, answers=ANSWERS) as server:
+        server.pull()
+        update = server.weigh(LOGITS, LABELS)
+        assert (update.step, update.restarted) == (3, True)
+        server.vote(LOGITS[:2], LABELS[:2])
+        assert server.weigh(LOGITS, LABELS).tolist() == [0.5] * 4

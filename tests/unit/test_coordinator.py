@@ -122,12 +122,24 @@ def test_a_round_closes_in_rank_order_whatever_the_order_of_arrival(order):
     assert run.coordinator.step == 1
 
 
-def test_a_round_may_close_when_every_rank_that_has_not_left_is_present():
-    assert may_close(frozenset({0, 1}), frozenset({0, 1}), NOBODY)
-    assert may_close(frozenset({0, 1}), frozenset({1}), NOBODY)
-    assert not may_close(frozenset({0}), frozenset({0, 1}), NOBODY)
-    assert not may_close(frozenset(), frozenset(), NOBODY)
-    assert not may_close(frozenset({0, 1}), frozenset({0, 1}), frozenset({2}))
+@pytest.mark.parametrize(
+    ("present", "refused", "awaited", "judges", "quorum", "may"),
+    [
+        ({0, 1}, {}, {0, 1}, {}, None, True),
+        ({0, 1}, {}, {1}, {}, None, True),  # who was lost after its push
+        ({0}, {}, {0, 1}, {}, None, False),
+        ({}, {}, {}, {}, None, False),
+        ({0, 1}, {}, {0, 1}, {2}, None, False),
+        ({0, 1}, {1}, {0, 1}, {}, None, True),
+        ({0, 1}, {}, {0, 1, 2}, {}, 2, True),
+        ({0, 1}, {1}, {0, 1, 2}, {}, 2, False),  # a quorum needs usable pushes
+        ({0, 1, 2}, {1, 2}, {0, 1, 2}, {}, 2, True),  # all have reported: there will be no more
+        ({0, 1}, {}, {0, 1, 2}, {5}, 2, False),
+    ],
+)
+def test_when_a_round_may_close(present, refused, awaited, judges, quorum, may):
+    sets = [frozenset(part) for part in (present, refused, awaited, judges)]
+    assert may_close(*sets, quorum) is may
 
 
 def test_the_whole_run_ends_with_the_last_step_and_both_goodbyes():
@@ -656,7 +668,7 @@ def test_a_push_repeated_in_the_drain_is_answered():
     run.join(zero)
     assert run.push(zero, step=0, seq=1)[1] == [Reply(zero.session, 1, True)]
     _, told = run.push(zero, step=1)
-    assert told == [Reply(zero.session, 2, False, "the push is of step 1, the round is 1")]
+    assert told == [Reply(zero.session, 2, False, "the push is of step 1, the run has ended at 1")]
 
 
 def test_a_worker_that_left_early_needs_no_second_goodbye():

@@ -6,21 +6,43 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from protocol.messages import Role
 from ps.instructions import AskInitial, CloseRound, Finish, Reply, SkipRound, Take
-from ps.policy import Phase
+from ps import attendance
+from ps.policy import Consistency, Phase
 from tests.unit.course import EPOCH, NAN, Client, Run
 
 RANKS = st.integers(0, 2)
 MOSTLY_NOT = st.sampled_from([False] * 5 + [True])
+POLICIES = st.sampled_from(
+    [
+        {},
+        {"shrink": True},
+        {"shrink": True, "elastic": True},
+        {"quorum": 1},
+        {"quorum": 2},
+        {"quorum": 2, "shrink": True},
+        {"consistency": Consistency.ASYNC},
+        {"consistency": Consistency.ASYNC, "max_staleness": 1},
+        {"consistency": Consistency.SSP, "ssp_bound": 1},
+        {"consistency": Consistency.SSP, "ssp_bound": 2},
+    ]
+)
 
 
 class AnyRun(RuleBasedStateMachine):
     """Joins, losses, goodbyes, pulls, pushes, copies and time in any order keep what a run promises."""
 
     @initialize(
-        workers=st.integers(1, 3), steps=st.integers(1, 12), has_values=st.booleans(), started=st.booleans()
+        workers=st.integers(1, 3),
+        steps=st.integers(1, 12),
+        has_values=st.booleans(),
+        started=st.booleans(),
+        policy=POLICIES,
     )
-    def begin_run(self, workers, steps, has_values, started):
-        self.run = Run(workers=workers, steps=steps, has_values=has_values, rejoin_timeout_s=25, drain_timeout_s=15)
+    def begin_run(self, workers, steps, has_values, started, policy):
+        if "quorum" in policy:
+            policy = policy | {"quorum": min(workers, policy["quorum"])}
+        times = {"rejoin_timeout_s": 25, "drain_timeout_s": 15, "round_timeout_s": 18}
+        self.run = Run(workers=workers, steps=steps, has_values=has_values, **times | policy)
         self.workers = [Client(rank) for rank in range(workers)]
         self.evaluator = Client(-1, Role.EVALUATOR)
         self.counted = set()
@@ -96,7 +118,9 @@ class AnyRun(RuleBasedStateMachine):
         if isinstance(decided, Take):
             assert decided.rank == client.rank
             assert self.run.coordinator.phase is Phase.RUNNING
-            assert (push.epoch, push.step) == (EPOCH, self.run.coordinator.step)
+            assert push.epoch == EPOCH
+            age = self.run.coordinator.step - push.step
+            assert age == 0 or (not self.run.policy.is_sync and 0 < age <= (self.run.policy.max_staleness or 99))
             self.on_its_way[client.session] = push
 
     @rule(rank=RANKS, ahead=st.sampled_from([-1, 1]), old_epoch=st.booleans(), repeat=st.booleans())
@@ -148,8 +172,19 @@ class AnyRun(RuleBasedStateMachine):
             assert coordinator.phase is not Phase.DRAINING, "in the drain everyone is answered at once"
             if coordinator.phase is Phase.RUNNING and seq and session not in self.on_its_way:
                 rank = self.run.by_session[session].rank
-                assert rank in coordinator.open_round.pushes, "who has pushed waits for the open round only"
+                waits = attendance.must_wait(coordinator, coordinator.registry.members[rank])
+                assert waits or rank in coordinator.open_round.pushes, (
+                    "who has pushed waits for the open round only"
+                )
+        if coordinator.phase is Phase.RUNNING:
+            self.nobody_waits_in_vain(coordinator)
         coordinator.waiting_for(self.run.now)
+
+    def nobody_waits_in_vain(self, coordinator):
+        assert not coordinator.open_round.pushes or coordinator.absent(), "a round that is complete has closed"
+        clocks = [coordinator.registry.members[rank].clock for rank in attendance.attending(coordinator)]
+        if coordinator.policy.consistency is Consistency.SSP and clocks:
+            assert max(clocks) - min(clocks) <= coordinator.policy.ssp_bound, "nobody is too far ahead"
 
     def judge(self, instruction):
         match instruction:

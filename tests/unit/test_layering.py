@@ -21,8 +21,14 @@ MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "f
 }
 
 SOCKETS = {"socket", "ssl", "socketserver", "select", "selectors", "asyncio"}
-MAY_IMPORT_SOCKETS = {"protocol/transport.py"}
-SHELLS_OF_PROTOCOL = {"protocol/transport.py", "protocol/link.py", "protocol/tokens.py"}
+MAY_IMPORT_SOCKETS = {
+    "protocol/transport.py",
+    "protocol/proxy.py",  # no part of a run: it breaks connections as transport must never do
+}
+SHELLS_OF_PROTOCOL = {
+    *("protocol/transport.py", "protocol/link.py", "protocol/tokens.py"),
+    *("protocol/proxy.py", "protocol/fault_proxy.py", "protocol/injector.py"),
+}
 IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}
 
 UNSAFE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
@@ -117,3 +123,9 @@ def test_the_core_imports_where_there_is_no_tensorflow() -> None:
 def test_importing_the_packages_does_not_load_tensorflow() -> None:
     program = f"import ps, protocol, worker, sys; sys.exit(bool({TENSORFLOW!r} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+def test_a_run_does_not_import_the_proxy() -> None:
+    """It may break the rules about sockets because nothing that trains depends on it."""
+    users = {_name(path) for path in MODULES if "protocol.proxy" in set(imports_of(path.read_text()))}
+    assert users == {"protocol/fault_proxy.py"}

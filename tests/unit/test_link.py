@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol import transport
-from protocol.connection import State
+from protocol.connection import Connection, State
 from protocol.errors import ConnectionLost, LocalProtocolError, PeerSilent, RemoteProtocolError
 from protocol.link import HANDSHAKE_S, RECEIVE_BLOCK, Link, expect
 from protocol.messages import Bye, Heartbeat, Initial, Kind, Offer, Pull, Push, Side, Values
@@ -420,3 +420,52 @@ def test_frames_of_several_threads_never_mix():
 def test_a_link_before_the_welcome_waits_no_longer_than_a_step_of_the_handshake():
     link = Link(MemoryChannel(deque(), deque()), Side.SERVER)
     assert link.silence_s == HANDSHAKE_S == 10.0
+
+
+# ---- the middle of a payload ---------------------------------------------------------------------------
+
+
+def test_halfway_through_a_payload_half_of_it_has_left(links):
+    worker, server = links
+    payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
+    frame_bytes = len(Connection.send(links[0].connection, SAMPLES[Kind.PUSH]))
+    seen = []
+    worker.send(
+        SAMPLES[Kind.PUSH],
+        [payload.data[:10], b"", payload.data[10:150], payload.data[150:]],
+        midway=lambda: seen.append(len(server.channel.incoming)),
+    )
+    assert seen == [frame_bytes + payload.nbytes // 2]
+    assert server.receive() == SAMPLES[Kind.PUSH]
+    received = np.empty_like(payload)
+    server.receive_payload(received.data)
+    np.testing.assert_array_equal(received, payload)
+
+
+@pytest.mark.parametrize("block_ends", [(), (192,), (64, 128, 192), (96, 192), (10, 20, 192)])
+def test_halfway_through_a_payload_half_of_it_has_come_however_it_is_read(links, block_ends):
+    worker, server = links
+    payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
+    worker.send(SAMPLES[Kind.PUSH], [payload.data])
+    server.receive()
+    left, ends, received = [], [], np.empty_like(payload)
+    server.receive_payload(
+        received.data, block_ends, ends.append, midway=lambda: left.append(len(server.channel.incoming))
+    )
+    assert left == [96]
+    assert ends == list(block_ends or [RECEIVE_BLOCK])
+    np.testing.assert_array_equal(received, payload)
+
+
+def test_what_breaks_in_the_middle_of_a_payload_ends_the_frame_there(links):
+    worker, server = links
+
+    def cut():
+        raise ConnectionLost("cut")
+
+    with pytest.raises(ConnectionLost):
+        worker.send(SAMPLES[Kind.PUSH], [bytes(192)], midway=cut)
+    server.receive()
+    with pytest.raises(ConnectionLost):
+        server.receive_payload(memoryview(bytearray(192)))
+    assert len(server.channel.incoming) == 96

@@ -10,8 +10,20 @@ import pytest
 
 from protocol.errors import ConfigurationError
 from ps import config
-from ps.command_line import TokenRequest, build_command, execute, parse, size_bytes
-from ps.config import COLUMNS, Combination, ServerConfig, check_combination, memory_limit_bytes
+from ps.combinations import (
+    AT_EACH_PUSH,
+    BOUNDS,
+    COLUMNS,
+    COMBINATIONS,
+    MAX_WORKERS,
+    NEEDS,
+    Combination,
+    check_combination,
+)
+from ps.command_line import ExportRequest, TokenRequest, build_command, execute, parse
+from ps.config import ServerConfig, default_of
+from ps.machine import memory_limit_bytes
+from ps.options import size_bytes
 
 NEEDED = ["--workers", "3", "--steps", "10"]
 RUN_DIR = ["--run-dir", "here"]
@@ -22,7 +34,7 @@ def ignore(_: Any) -> int:
 
 
 def commands() -> list[click.Command]:
-    group = build_command(ignore, ignore)
+    group = build_command(ignore, ignore, ignore, ignore)
     return [group, *group.commands.values()]
 
 
@@ -52,7 +64,8 @@ def test_every_option_has_its_variable_its_help_and_its_default(command: str, op
 
 
 def test_every_field_has_an_option_and_every_option_a_field() -> None:
-    names = {option.name for command, option in options() if command != "token"}
+    serving = commands()[0].name
+    names = {option.name for command, option in options() if command == serving}
     assert names == {field.name for field in dataclasses.fields(ServerConfig)}
 
 
@@ -63,7 +76,10 @@ def test_options_not_given_are_the_fields_defaults() -> None:
 def test_the_defaults_are_as_documented() -> None:
     made = parse(NEEDED)
     assert (made.host, made.port, made.shard_count, made.optimizer) == ("127.0.0.1", 5014, 3, "adam")
-    assert (made.start_timeout, made.round_timeout, made.rejoin_timeout) == (300, 300, 120)
+    assert (made.start_timeout, made.round_timeout, made.rejoin_timeout, made.idle_timeout) == (300, 300, 120, 3600)
+    assert (made.checkpoint_dir, made.checkpoint_every, made.keep, made.resume) == (None, 100, 3, False)
+    assert (made.consistency, made.quorum, made.max_staleness, made.staleness_discount) == ("sync", None, None, 0)
+    assert (made.ssp_bound, made.worker_loss, made.inject) == (3, "wait", ())
     assert (made.drain_timeout, made.heartbeat_interval, made.heartbeat_timeout) == (30, 5, 30)
     assert 1 <= made.threads <= config.MAX_UPDATE_THREADS
     assert made.run_dir.parts[0] == "runs"
@@ -85,6 +101,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "shards": 4,
         "mode": "shared",
         "consistency": "sync",
+        "quorum": 1,
         "aggregation": "master",
         "master": "mine.py:master",
         "optimizer": "sgd",
@@ -105,11 +122,16 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "start_timeout": 1.0,
         "round_timeout": 2.0,
         "rejoin_timeout": 3.0,
+        "idle_timeout": 3.5,
         "drain_timeout": 4.0,
         "heartbeat_interval": 5.5,
         "heartbeat_timeout": 6.5,
         "run_dir": Path("d"),
         "init": Path("i"),
+        "checkpoint_dir": Path("c"),
+        "checkpoint_every": 7,
+        "keep": 2,
+        "resume": True,
         "export": Path("e.safetensors"),
         "summary": Path("s"),
         "token_file": Path("t"),
@@ -122,7 +144,8 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     more = {"faulty_workers": 1}
     ensemble = {"mode": "ensemble", "aggregation": "master", "head": "sigmoid", "weight_acts_on": "update"}
     ensemble |= {"weighting": "batch"}
-    known = given.keys() | others.keys() | more.keys() | ensemble.keys()
+    at_each_push = {"consistency": "ssp", "ssp_bound": 5, "max_staleness": 9, "staleness_discount": 0.5}
+    known = given.keys() | others.keys() | more.keys() | ensemble.keys() | at_each_push.keys() | {"inject"}
     assert known == {field.name for field in dataclasses.fields(ServerConfig)}
     for name, value in given.items():
         monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
@@ -139,9 +162,15 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WEIGHMASTER_FAULTY_WORKERS", "1")
     assert parse([*NEEDED, *RUN_DIR, "--aggregation", "trimmed_mean"]).faulty_workers == 1
     monkeypatch.delenv("WEIGHMASTER_FAULTY_WORKERS")
-    for name, value in ensemble.items():
-        monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
-    assert parse([*NEEDED, *RUN_DIR]) == ServerConfig(workers=3, steps=10, run_dir=Path("here"), **ensemble)
+    for chosen in (ensemble, at_each_push):
+        for name, value in chosen.items():
+            monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
+        assert parse([*NEEDED, *RUN_DIR]) == ServerConfig(workers=3, steps=10, run_dir=Path("here"), **chosen)
+        for name in chosen:
+            monkeypatch.delenv(f"WEIGHMASTER_{name.upper()}")
+    monkeypatch.setenv("WEIGHMASTER_INJECT", "kill@before-apply,step=3;delay:2@mid-push")
+    assert parse(NEEDED).inject == ("kill@before-apply,step=3", "delay:2@mid-push")
+    assert parse([*NEEDED, "--inject", "a@b,rank=1", "--inject", "c@d"]).inject == ("a@b,rank=1", "c@d")
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +221,30 @@ REFUSED = [
     ([*ENSEMBLE, "--head", "sigmoid", "--master", "mine.py:master"], ["--head", "--master"]),
     *(([*ENSEMBLE, option, "1"], [option, "--mode"]) for option in ("--evaluators", "--shards", "--validators")),
     *(([*ENSEMBLE, option, "0.5"], [option, "--mode"]) for option in ("--ema-decay", "--clip-norm")),
-    (["--consistency", "async"], ["--consistency", "sync"]),
+    (["--consistency", "eventual"], ["--consistency", "sync", "async", "ssp"]),
+    (["--consistency", "async", "--aggregation", "median"], ["--consistency async", "--aggregation median"]),
+    (["--consistency", "ssp", "--on-worker-loss", "wait"], ["--consistency ssp", "--on-worker-loss wait"]),
+    ([*ENSEMBLE, "--consistency", "async"], ["--mode ensemble", "--consistency async"]),
+    ([*ENSEMBLE, "--quorum", "2"], ["--quorum", "--mode"]),
+    (["--consistency", "async", "--quorum", "2"], ["--quorum", "--consistency async"]),
+    (["--consistency", "ssp", "--mean-over", "examples"], ["--mean-over", "--consistency ssp"]),
+    (["--consistency", "async", "--validators", "1"], ["--validators", "--aggregation mean"]),
+    (["--quorum", "0"], ["--quorum must be at least 1"]),
+    (["--quorum", "4"], ["--quorum 4", "--workers", "3"]),
+    (["--max-staleness", "4"], ["--max-staleness", "--consistency sync"]),
+    (["--staleness-discount", "1"], ["--staleness-discount", "--consistency sync"]),
+    (["--consistency", "async", "--staleness-discount", "-1"], ["--staleness-discount must be at least 0"]),
+    (["--consistency", "async", "--max-staleness", "-1"], ["--max-staleness must be at least 0"]),
+    (["--consistency", "async", "--ssp-bound", "2"], ["--ssp-bound", "--consistency async"]),
+    (["--consistency", "ssp", "--ssp-bound", "0"], ["--ssp-bound must be at least 1"]),
+    (["--on-worker-loss", "despair"], ["--on-worker-loss", "wait", "shrink"]),
+    (["--resume"], ["--resume needs --checkpoint-dir"]),
+    (["--checkpoint-every", "5"], ["--checkpoint-every needs --checkpoint-dir"]),
+    (["--keep", "5"], ["--keep needs --checkpoint-dir"]),
+    (["--checkpoint-dir", "c", "--keep", "0"], ["--keep must be at least 1"]),
+    (["--checkpoint-dir", "c", "--checkpoint-every", "0"], ["--checkpoint-every must be at least 1"]),
+    (["--checkpoint-dir", "c.safetensors", "--export", "c.safetensors"], ["--checkpoint-dir", "--export"]),
+    (["--idle-timeout", "0"], ["--idle-timeout", "above 0"]),
     (["--congestion-control", "no such"], ["--congestion-control"]),
     (["--max-memory", "4Q"], ["--max-memory", "4Q"]),
     (["--port", "http"], ["--port", "http"]),
@@ -290,7 +342,7 @@ def test_the_sub_command_makes_a_token_and_serving_options_do_not_go_with_it() -
         asked.append(request)
         return 9
 
-    command = build_command(ignore, keep)
+    command = build_command(ignore, keep, ignore, ignore)
     assert execute(command, ["token"]) == 9
     assert execute(command, ["token", "--name", "a", "--rank", "4", "--file", "f"]) == 9
     assert execute(command, ["token", "--role", "evaluator", "--name", "e"]) == 9
@@ -310,11 +362,53 @@ def test_the_sub_command_makes_a_token_and_serving_options_do_not_go_with_it() -
     assert len(asked) == 3
 
 
+def test_sub_commands_for_checkpoints_hand_on_what_they_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[Path] = []
+    exported: list[ExportRequest] = []
+
+    def show(directory: Path) -> int:
+        shown.append(directory)
+        return 6
+
+    def export(request: ExportRequest) -> int:
+        exported.append(request)
+        return 0
+
+    command = build_command(ignore, ignore, show, export)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    assert execute(command, ["inspect", str(kept)]) == 6
+    assert shown == [kept]
+    assert execute(command, ["export", str(kept)]) == 0
+    assert execute(command, ["export", str(kept), "--to", "npz"]) == 0
+    assert execute(command, ["export", str(kept), "--to", "npz", "--out", "a.npz"]) == 0
+    monkeypatch.chdir(kept)
+    assert execute(command, ["export", "."]) == 0
+    assert exported == [
+        ExportRequest(kept, "safetensors", tmp_path / "kept.safetensors"),
+        ExportRequest(kept, "npz", tmp_path / "kept.npz"),
+        ExportRequest(kept, "npz", Path("a.npz")),
+        ExportRequest(Path(), "safetensors", tmp_path / "kept.safetensors"),
+    ]
+    for arguments, says in (
+        (["export", str(kept), "--out", "a.npz"], "--out must name a file that ends in .safetensors"),
+        (["export", str(kept), "--to", "pickle"], "pickle"),
+        (["export"], "DIR"),
+        (["inspect", str(tmp_path / "none")], "does not exist"),
+        (["--workers", "2", "inspect", str(kept)], "--workers is an option of serving"),
+    ):
+        assert execute(command, arguments) == 2
+        assert says in capsys.readouterr().err
+    assert (len(shown), len(exported)) == (1, 4)
+
+
 def test_the_exit_code_is_the_handlers(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(build_command(lambda _: 7, ignore), NEEDED) == 7
     assert execute(build_command(ignore, ignore), ["--help"]) == 0
     text = capsys.readouterr().out
-    for title in ("The run", "Optimizer", "Time-outs", "Files and memory"):
+    for title in ("The run", "Consistency", "Optimizer", "Time-outs", "Checkpoints", "Faults on purpose"):
         assert f"\n{title}:\n" in text
 
 
@@ -372,3 +466,108 @@ def test_an_ensemble_has_the_master_without_being_told() -> None:
     assert parse([*NEEDED, *RUN_DIR]).aggregation == "mean"
     with pytest.raises(ConfigurationError, match="--mode ensemble and --aggregation mean do not go together"):
         parse([*NEEDED, *RUN_DIR, "--mode", "ensemble", "--aggregation", "mean"])
+
+
+# ---- who takes part, and when values change --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: f"{row.mode[0]}-{row.consistency[0]}")
+def test_all_that_the_table_allows_can_be_asked_for(row: Combination) -> None:
+    for mode in row.mode:
+        for consistency in row.consistency:
+            for rule in row.aggregation:
+                for loss in row.on_worker_loss:
+                    asked = made(mode=mode, consistency=consistency, aggregation=rule, on_worker_loss=loss)
+                    assert asked.worker_loss == loss
+
+
+def test_tables_name_fields_and_refuse_no_default() -> None:
+    names = {field.name for field in dataclasses.fields(ServerConfig)}
+    assert {name for need in NEEDS for name in (need.option, need.other)} <= names
+    assert set(BOUNDS) <= names
+    numbers = {field.name for field in dataclasses.fields(ServerConfig) if field.type in (int, float, int | None)}
+    assert numbers <= set(BOUNDS), "a number without limits"
+    for name, bounds in BOUNDS.items():
+        default = default_of(name)
+        assert default is None or bounds.allow(default)
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, "wait"),
+        ({"on_worker_loss": "shrink"}, "shrink"),
+        ({"quorum": 2}, "wait"),
+        ({"consistency": "async"}, "shrink"),
+        ({"consistency": "ssp"}, "shrink"),
+        ({"workers": None, "shards": 4}, "shrink"),
+        ({"mode": "ensemble", "aggregation": "master"}, "wait"),
+        ({"mode": "ensemble", "aggregation": "master", "on_worker_loss": "shrink"}, "shrink"),
+    ],
+)
+def test_what_a_lost_worker_means_follows_from_the_rest_unless_it_is_said(
+    changes: dict[str, Any], loss: str
+) -> None:
+    assert made(**changes).worker_loss == loss
+
+
+def test_without_workers_the_shards_are_the_room_and_the_first_one_starts() -> None:
+    elastic = parse(["--shards", "8", "--steps", "10"])
+    assert elastic.elastic
+    assert (elastic.ranks, elastic.start_workers, elastic.shard_count) == (8, 1, 8)
+    whole = made(workers=5, shards=8)
+    assert not whole.elastic
+    assert (whole.ranks, whole.start_workers, whole.shard_count) == (5, 5, 8)
+    member = made(workers=2, mode="ensemble", aggregation="master")
+    assert (member.ranks, member.start_workers, member.shard_count) == (2, 2, 1)
+    assert made(workers=None, shards=8, quorum=8).quorum == 8
+    assert made(workers=None, shards=MAX_WORKERS).ranks == MAX_WORKERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"shards": None}, "--workers is missing: say how many workers take part, there or in WEIGHMASTER_WORKERS"),
+        ({"mode": "ensemble", "aggregation": "master", "shards": None}, "--mode ensemble needs --workers"),
+        ({"on_worker_loss": "wait"}, "--on-worker-loss wait needs --workers"),
+        ({"quorum": 5}, "--quorum 5 is more than there can be; it must be at most --shards, which is 4"),
+        (
+            {"shards": MAX_WORKERS + 1},
+            f"without --workers is also the number of ranks, which must be at most {MAX_WORKERS}",
+        ),
+        ({"aggregation": "krum"}, "--aggregation krum without --workers cannot tell how many may be bad"),
+        (
+            {"aggregation": "krum", "faulty_workers": 1},
+            "needs at least 5 workers to stand 1 bad ones, --shards is 4",
+        ),
+    ],
+)
+def test_what_needs_a_number_of_workers_is_refused_without(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        made(**{"workers": None, "shards": 4} | changes)
+
+
+def test_a_rule_stands_as_many_faulty_workers_as_its_quorum_allows() -> None:
+    assert made(aggregation="trimmed_mean", workers=9).assumed_faulty == 4
+    assert made(aggregation="trimmed_mean", workers=9, quorum=5).assumed_faulty == 2
+    assert made(aggregation="krum", workers=None, shards=9, quorum=5).assumed_faulty == 1
+    with pytest.raises(ConfigurationError, match="needs at least 7 workers to stand 3 bad ones, --quorum is 5"):
+        made(aggregation="trimmed_mean", workers=9, quorum=5, faulty_workers=3)
+
+
+def test_where_each_push_counts_alone_its_staleness_may_be_bounded_and_discounted() -> None:
+    for consistency in AT_EACH_PUSH:
+        asked = made(consistency=consistency, max_staleness=0, staleness_discount=0.5, clip_worker_norm=1.0)
+        assert (asked.max_staleness, asked.staleness_discount) == (0, 0.5)
+    assert made(consistency="ssp", ssp_bound=1).ssp_bound == 1
+
+
+def test_one_command_line_serves_the_first_start_and_all_others() -> None:
+    asked = parse([*NEEDED, "--checkpoint-dir", "c", "--resume", "--init", "i", "--checkpoint-every", "1"])
+    assert (asked.checkpoint_dir, asked.resume, asked.init, asked.checkpoint_every) == (
+        Path("c"),
+        True,
+        Path("i"),
+        1,
+    )
+    assert not parse([*NEEDED, "--checkpoint-dir", "c", "--no-resume"]).resume

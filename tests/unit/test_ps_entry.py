@@ -77,9 +77,9 @@ def test_advice_names_what_was_typed(
     assert invocation() == words
     for arguments, advice in (
         (["--nonsense"], f"See `{words} --help`."),
-        (["token", "--nonsense"], f"See `{words} token --help`."),
+        *(([name, "--nonsense"], f"See `{words} {name} --help`.") for name in ("token", "inspect", "export")),
     ):
-        assert execute(build_command(lambda _: 0, lambda _: 0), arguments) == 2
+        assert execute(build_command(*[lambda _: 0] * 4), arguments) == 2
         error = capsys.readouterr().err.strip()
         assert error.startswith("weighmaster-ps: ")
         assert error.endswith(advice)

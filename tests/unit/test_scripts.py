@@ -18,6 +18,8 @@ SOURCED = ROOT / "scripts/environment.sh"
 STARTED = [*(path for path in sorted((ROOT / "scripts").glob("*.sh")) if path != SOURCED), ROOT / ".ci/run"]
 TRAIN = (ROOT / "scripts/train.sh").read_text()
 HELP = TRAIN.split("<<'TEXT'\n", 1)[1].split("\nTEXT\n", 1)[0]
+ITS_OWN = {"--supervise", "--worker-inject"}
+"""Options of train.sh that no program has."""
 
 
 def _names(command: click.Command) -> set[str]:
@@ -60,15 +62,19 @@ def test_shellcheck_finds_nothing() -> None:
 
 def test_train_names_no_option_that_the_programs_do_not_have() -> None:
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TRAIN.replace("--help", "")))
-    assert used
-    assert used <= PS_OPTIONS | WORKER_OPTIONS | TOKEN_OPTIONS
+    assert used >= ITS_OWN
+    assert used - ITS_OWN <= PS_OPTIONS | WORKER_OPTIONS | TOKEN_OPTIONS
+    assert not ITS_OWN & (PS_OPTIONS | WORKER_OPTIONS)
 
 
 def test_train_hands_each_option_to_a_program_that_has_it() -> None:
     """What train.sh keeps for the workers, they have; all else of theirs is the server's too, or set by it."""
     case = re.search(r"--workers \| --steps[^)]*\)", TRAIN)
     assert case is not None
-    kept = set(re.findall(r"--[a-z-]+", case[0])) - {"--workers", "--steps", "--run-dir", "--mode", "--aggregation"}
+    of_the_server = {"--workers", "--steps", "--run-dir", "--mode", "--aggregation", "--checkpoint-dir", "--inject"}
+    assert of_the_server <= PS_OPTIONS
+    assert "--inject" in WORKER_OPTIONS, "which --worker-inject is passed as"
+    kept = set(re.findall(r"--[a-z-]+", case[0])) - of_the_server - ITS_OWN
     assert kept == {
         "--fault",
         "--model",
@@ -85,12 +91,14 @@ def test_train_hands_each_option_to_a_program_that_has_it() -> None:
 
 
 def test_the_help_of_train_says_where_each_option_goes() -> None:
-    """What it keeps for the workers has a line; what it refuses is named as refused, and nothing else is."""
+    """What it takes has a line or is in an example; what it refuses is named as refused, and nothing else is."""
     cases = re.findall(r"^ +((?:--[a-z-]+(?:=\*)? \| )[^)]*)\)$", TRAIN, re.MULTILINE)
     refused, separate, joined = (set(re.findall(r"--[a-z-]+", case)) for case in cases)
     assert separate == joined
     described = set(re.findall(r"^  (--[a-z-]+)", HELP, re.MULTILINE))
-    assert separate | {"--legacy-keras"} == described
+    told_in_words = {"--checkpoint-dir", "--inject"}
+    assert all(f"{option} " in HELP for option in told_in_words)
+    assert separate | {"--legacy-keras", "--supervise"} == described | told_in_words
     told = re.search(r"Refused, because[^;]*; [^.]*\.", HELP)
     assert told is not None
     assert set(re.findall(r"--[a-z-]+", told[0])) == refused
@@ -105,3 +113,56 @@ def test_the_checks_look_at_our_own_folders_only() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert set(found[1].split()) == folders
     assert not re.search(r"-m ruff .*\.$", check, re.MULTILINE)
+
+
+# ---- what --supervise starts again: the script's own functions, run on made-up ends -----------------------
+
+
+def _supervised(*ends: tuple[int, int], supervise: str = "yes") -> list[str]:
+    """Let worker-1 end with these (code, tick); return what is said, and `+pause` or `no` for each decision."""
+    start = TRAIN.index("most_restarts=10")
+    functions = TRAIN[start : TRAIN.index("start_what_is_due()")]
+    lines = [
+        *("set -euo pipefail", f"supervise='{supervise}'", 'say() { echo "$*"; }', functions),
+        *(
+            f"tick={tick}; started_at[worker-1]={tick - lived}; "
+            f"if starts_again worker-1 {code}; then echo +$((due[worker-1] - tick)); else echo no; fi"
+            for tick, (code, lived) in enumerate(ends, 1000)
+        ),
+    ]
+    done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+LONG = 51
+"""Ticks of more than 10 seconds, of five to the second."""
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 5, 6, 7, 130, 143])
+def test_an_end_on_purpose_or_by_a_mistake_is_final(code: int) -> None:
+    assert _supervised((code, LONG)) == ["no"]
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [(4, "ended with exit code 4"), (137, "was killed by SIGKILL"), (139, "was killed by SIGSEGV")],
+)
+def test_what_is_killed_or_loses_its_peer_is_started_again(code: int, how: str) -> None:
+    assert _supervised((code, LONG)) == [f"worker-1 {how}: started again (1 of 10)", "+0"]
+    assert _supervised((code, LONG), supervise="") == ["no"]
+
+
+def test_quick_deaths_are_followed_by_longer_and_longer_pauses() -> None:
+    said = _supervised(*[(137, 10)] * 6, (137, LONG), (137, 10))
+    assert [int(line) / 5 for line in said[1::2]] == [1, 2, 4, 8, 10, 10, 0, 1]
+    assert said[2] == "worker-1 was killed by SIGKILL: started again in 2 s (2 of 10)"
+
+
+def test_the_tenth_restart_is_the_last() -> None:
+    said = _supervised(*[(137, LONG)] * 11)
+    assert said[18:20] == ["worker-1 was killed by SIGKILL: started again (10 of 10)", "+0"]
+    assert said[20:] == [
+        "worker-1 was killed by SIGKILL, and has been started again 10 times: it is given up.",
+        "no",
+    ]

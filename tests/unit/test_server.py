@@ -12,22 +12,20 @@ from ps.__main__ import _warn_of_exposure
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.door import MAX_UNPROVEN, TICK_S, Door
+from ps.narration import WAITING_S, Narration
 from ps.policy import Phase
-from ps.server import WAITING_S, ParameterServer
 
 
 def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog):
     """Every round waits for its last push for a moment; only one that stays open is news."""
-    config = ServerConfig(workers=2, steps=100)
-    server = ParameterServer(config, Console(100, io.StringIO(), interactive=False), epoch=5)
+    narration = Narration(Console(100, io.StringIO(), interactive=False))
     run = SimpleNamespace(phase=Phase.RUNNING, step=0, waiting_for=lambda now: f"round {run.step} waits")
-    server._coordinator = run
     with caplog.at_level(logging.INFO, "weighmaster.ps"):
         for second in range(5 * int(WAITING_S)):
             run.step = second
-            server._say_whom_we_wait_for(float(second))
+            narration.whom_we_wait_for(run, float(second))
         assert not caplog.messages
-        server._say_whom_we_wait_for(run.step + WAITING_S)
+        narration.whom_we_wait_for(run, run.step + WAITING_S)
     assert caplog.messages == [f"round {run.step} waits"]
 
 

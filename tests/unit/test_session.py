@@ -4,14 +4,17 @@ import contextlib
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import worker
 from protocol.codec import encode_header
-from protocol.errors import ConnectionLost, Refused
+from protocol.errors import ConnectionLost, PeerSilent, Refused
 from protocol.frames import MAX_HEADER_UNPROVEN
+from protocol.injection import Plan
+from protocol.injector import Faults
 from protocol.link import Link
 from protocol.messages import (
     AUTO_RANK,
@@ -74,8 +77,9 @@ class Run:
 def run(request):
     """A run whose options a test may change by parametrizing it."""
     options = {"heartbeat_interval": 0.2} | getattr(request, "param", {})
+    faults = Faults(Plan.parse([options.pop("inject", "")], Side.SERVER))
     config = ServerConfig(workers=1, steps=1, port=0, threads=1, optimizer="sgd", learning_rate=1.0, **options)
-    server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
+    server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5, faults=faults)
     with contextlib.ExitStack() as links, ThreadPoolExecutor(1) as pool:
         run = Run(server, links)
         running = pool.submit(server.run, run.listener)
@@ -92,6 +96,13 @@ def answer(link):
     while isinstance(message, Heartbeat):
         message = link.receive()
     return message
+
+
+def await_end(link):
+    """Read until the server has ended the connection."""
+    with pytest.raises(ConnectionLost):
+        while True:
+            link.receive()
 
 
 # ---- an evaluator that comes first ---------------------------------------------------------------------
@@ -169,6 +180,96 @@ def test_a_newcomer_that_is_held_for_its_rank_is_told_when_the_run_ends(run):
     assert "holds this rank" in newcomer.receive().waiting
     run.server.stop(Status.NO_PROGRESS, "enough")
     assert answer(newcomer) == Ended(Status.NO_PROGRESS, "enough")
+
+
+def test_a_new_start_of_a_worker_whose_old_socket_still_looks_open_gets_in(run, caplog):
+    """The old one is silent, as after a power cut: the newcomer is held for an interval and then has its rank."""
+    old = run.offer(Role.WORKER, KERNEL, incarnation=7)
+    assert isinstance(answer(old), Welcome)
+    newcomer = run.offer(Role.WORKER, KERNEL, incarnation=99)
+    assert "asking whether it is alive" in newcomer.receive().waiting
+    welcome = answer(newcomer)
+    assert isinstance(welcome, Welcome)
+    assert welcome.rank == 0
+    await_end(old)
+    assert "rank 0 (host-a:0) is lost: another connection took its place" in caplog.text
+
+
+def test_a_rank_whose_holder_is_alive_is_not_given_to_another(run):
+    old = run.offer(Role.WORKER, KERNEL, incarnation=7)
+    assert isinstance(answer(old), Welcome)
+    newcomer = run.offer(Role.WORKER, KERNEL, incarnation=99)
+    message = newcomer.receive()
+    while isinstance(message, Heartbeat):
+        old.send(Heartbeat())
+        message = newcomer.receive()
+    assert isinstance(message, Refusal)
+    assert message.code is RefusalCode.RANK_TAKEN
+    assert run.server.session(1) is not None
+
+
+def test_the_same_start_of_a_worker_replaces_its_old_connection_at_once(run):
+    """One that was stopped and goes on, or whose network was cut: it need not show that the old one is dead."""
+    old = run.offer(Role.WORKER, KERNEL, incarnation=7)
+    assert isinstance(answer(old), Welcome)
+    again = run.offer(Role.WORKER, KERNEL, incarnation=7)
+    assert isinstance(again.receive(), Welcome)
+    await_end(old)
+
+
+def test_a_server_that_was_stopped_itself_reads_before_it_takes_clients_for_silent(run):
+    """What they said meanwhile lies unread; only where nothing lies is anybody silent."""
+    link = run.offer(Role.WORKER, KERNEL)
+    assert isinstance(answer(link), Welcome)
+    unread, said = [True], []
+    stopped = SimpleNamespace(
+        link=SimpleNamespace(
+            heard_at=time.monotonic() - 1000, wait=lambda timeout_s: unread[0], peer="p", send_if_quiet=said.append
+        ),
+        _server=run.server,
+        _owes_values=False,
+    )
+    Session._keep_alive(stopped)
+    unread[0] = False
+    with pytest.raises(PeerSilent, match="nothing was heard of p for 1000 s"):
+        Session._keep_alive(stopped)
+
+
+# ---- faults on purpose -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "lost"),
+    [
+        ({"inject": "cut@mid-push,rank=0,step=0"}, True),
+        ({"inject": "half-close@mid-push,rank=0,step=0"}, True),
+        ({"inject": "cut@mid-reply,rank=0,step=1"}, True),
+        ({"inject": "half-close@mid-reply,rank=0,step=1"}, True),
+        ({"inject": "delay:0.001@mid-push; delay:0.001@mid-reply"}, False),
+    ],
+    indirect=["run"],
+)
+def test_a_fault_of_the_server_costs_no_push_and_counts_none_twice(run, lost, capsys):
+    """The worker comes back, and gets what one push of a gradient of -1 gives."""
+    told = []
+    initial = {"kernel": np.zeros(3, np.float32)}
+    with worker.connect(str(run.listener.address), initial, rank=0, on_event=told.append) as server:
+        server.pull()
+        update = server.push({"kernel": -np.ones(3, np.float32)}, loss=1.0)
+        assert (update.step, update.applied, update.done) == (1, True, True)
+        np.testing.assert_array_equal(update.values["kernel"], np.ones(3, np.float32))
+    assert capsys.readouterr().err.startswith("injected: ")
+    assert any("connection to the server is lost" in text for text in told) == lost
+
+
+def test_a_push_that_is_sent_twice_on_purpose_counts_once(run):
+    initial = {"kernel": np.zeros(3, np.float32)}
+    with worker.connect(str(run.listener.address), initial, rank=0, inject="duplicate@after-push") as server:
+        server.pull()
+        update = server.push({"kernel": -np.ones(3, np.float32)}, loss=1.0)
+        np.testing.assert_array_equal(update.values["kernel"], np.ones(3, np.float32))
+    course = run.server._coordinator
+    assert (course.step, course.pushes, course.duplicates) == (1, {0: 1}, {0: 1})
 
 
 @pytest.mark.parametrize("run", [{"ema_decay": 0.75}], indirect=True)

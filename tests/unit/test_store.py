@@ -520,7 +520,7 @@ def test_initial_values_of_another_size_are_refused():
 def counting_store(**config):
     """Make a store whose values are -step after each applied round."""
     layout = flat_layout(4)
-    store = started(layout, {"flat": np.zeros(4, np.float32)}, **config)
+    store = started(layout, {"flat": np.zeros(4, np.float32)}, **{"grace_s": 0.0, **config})
     push(store, 0, {"flat": np.ones(4, np.float32)})
     return store, lambda: store.apply([0], [1.0], None, 1.0)
 

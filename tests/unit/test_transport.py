@@ -388,6 +388,21 @@ def test_a_close_that_lingers_gives_up_on_a_peer_that_does_not_close(pair):
 # ---- listening and calling -----------------------------------------------------------------------------
 
 
+def test_a_connection_that_is_half_closed_still_receives(pair):
+    caller, called = pair
+    caller.send([b"last"], patient())
+    caller.half_close()
+    assert receive(called, 4) == b"last"
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        receive(called, 1)
+    called.send([b"answer"], patient())
+    assert receive(caller, 6) == b"answer"
+    with pytest.raises(ConnectionLost):
+        caller.send([b"more"], patient())
+    caller.close()
+    caller.half_close()  # of what is closed there is nothing left to shut
+
+
 def test_a_taken_port_is_named_with_its_host():
     with listening() as listener, pytest.raises(ConfigurationError) as caught:
         Listener(listener.address)

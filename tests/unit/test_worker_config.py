@@ -9,6 +9,7 @@ import click
 import pytest
 
 from protocol.errors import ConfigurationError
+from protocol.injection import Plan
 from protocol.messages import Role
 from protocol.transport import Address
 from worker.command_line import build_command, execute, parse
@@ -72,6 +73,7 @@ def test_options_not_given_are_the_fields_defaults() -> None:
         token_file=None,
         evaluate_every=20,
         fault=None,
+        inject=(),
         connect_timeout=60,
         reconnect_timeout=120,
         congestion_control="auto",
@@ -98,7 +100,9 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
         "dry_run": True,
     }
-    assert given.keys() | {"ps", "rank", "fault"} == {field.name for field in dataclasses.fields(WorkerConfig)}
+    assert given.keys() | {"ps", "rank", "fault", "inject"} == {
+        field.name for field in dataclasses.fields(WorkerConfig)
+    }
     monkeypatch.setenv("WEIGHMASTER_PS", "[::1]:9")
     for name, value in given.items():
         monkeypatch.setenv(f"WEIGHMASTER_{name.upper()}", str(value))
@@ -108,6 +112,15 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WEIGHMASTER_RANK", "4")
     monkeypatch.setenv("WEIGHMASTER_FAULT", "scale:-10")
     assert (parse([]).rank, parse([]).fault) == (4, "scale:-10")
+    monkeypatch.setenv("WEIGHMASTER_INJECT", "kill@mid-push,step=3; stop@mid-reply")
+    assert len(Plan.parse(parse([]).inject).injections) == 2
+
+
+def test_faults_on_purpose_are_given_once_or_often_and_must_be_a_workers() -> None:
+    given = ["--inject", "kill@mid-push,step=3;cut@mid-reply", "--inject", "stop@before-push"]
+    assert parse(given).inject == ("kill@mid-push,step=3;cut@mid-reply", "stop@before-push")
+    with pytest.raises(ConfigurationError, match="names no point of a worker"):
+        parse(["--inject", "kill@before-apply"])
 
 
 def test_command_line_then_environment_then_tf_config_then_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,245 @@
+"""What a checkpoint holds of a server, and when one is taken: between the run and `ps.checkpoint`'s files."""
+
+import contextlib
+import logging
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from protocol.errors import CheckpointError, ConfigurationError, ManifestMismatch
+from protocol.injector import CheckpointFaults, Faults
+from protocol.tensors import Manifest
+from ps import course_state
+from ps.agreement import Agreement
+from ps.checkpoint import CheckpointDirectory, Snapshot
+from ps.checkpoint_writer import CheckpointWriter
+from ps.closing import RoundCloser
+from ps.config import ServerConfig
+from ps.coordinator import Coordinator
+from ps.ensemble_mode import EnsembleMode
+from ps.record import Record
+from ps.resume import check_resumable, reason_not_comparable, settings_of
+from ps.snapshots import StoreSnapshot
+from ps.store import NotFinite
+
+logger = logging.getLogger("weighmaster.ps")
+
+PACKAGES = ("numpy", "numba", "safetensors")
+"""Their versions are kept: with others the last bits may differ."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """All of a server that lives on in a checkpoint."""
+
+    course: Coordinator
+    closer: RoundCloser
+    record: Record
+    agreement: Agreement
+    ensemble: EnsembleMode | None
+
+
+def software() -> dict[str, str]:
+    """Return on what a server computes: versions, and the kind of machine."""
+    return {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+class Checkpointing:
+    """Takes checkpoints while training goes on, and a last one. Methods are called under the server's lock.
+
+    Attributes:
+        failures: checkpoints that could not be written.
+        last_step: of the newest one that was written by this server, or None.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        config: ServerConfig,
+        epoch: int,
+        secret: bytes,
+        resumed_at: int | None = None,
+    ) -> None:
+        self._directory = directory
+        self._writer = CheckpointWriter(directory)
+        self._config = config
+        self._epoch = epoch
+        self._secret = secret
+        self._resumed_at = resumed_at
+        self._is_due = False
+        self._run_state: dict[str, Any] | None = None
+
+    @property
+    def failures(self) -> int:
+        """Checkpoints that could not be written."""
+        return self._writer.failures
+
+    @property
+    def last_step(self) -> int | None:
+        """Step of the newest checkpoint that this server has written, or None."""
+        return self._writer.last_step
+
+    @property
+    def _waits(self) -> bool:
+        return self._config.checkpoint_every == 1
+
+    def accept_history(self) -> None:
+        """Set aside checkpoints of later steps than the one that the run goes on from: they come again.
+
+        Raises:
+            CheckpointError: one cannot be renamed.
+        """
+        if self._resumed_at is not None:
+            self._directory.abandon_after(self._resumed_at)
+
+    def begin(self, parts: Parts) -> None:
+        """Keep what the first round begins with, before it does; if it cannot be kept, that is told."""
+        self._run_state = course_state.state_of(parts.course)
+        self._take(parts)
+        self._writer.wait()
+
+    def round_closed(self, course: Coordinator) -> None:
+        """Note where the run stands if a checkpoint is due; one that is being written delays the next."""
+        self._is_due |= course.step % self._config.checkpoint_every == 0
+        if self._is_due and (self._waits or not self._writer.busy):
+            self._run_state = course_state.state_of(course)
+
+    def take_due(self, parts: Parts) -> None:
+        """Take what is due, before the next update changes it."""
+        if self._run_state is not None:
+            if self._waits:
+                self._writer.wait()
+            self._take(parts)
+
+    def _take(self, parts: Parts) -> None:
+        run, self._run_state = self._run_state, None
+        assert run is not None and parts.agreement.store is not None
+        self._is_due = False
+        held = parts.agreement.store.snapshot(parts.closer.references)
+        try:
+            snapshot = self._snapshot(parts, held, run)
+            self._writer.begin(snapshot, held.release)
+        except BaseException:
+            held.release()
+            raise
+
+    def last(self, parts: Parts) -> None:
+        """Write where a run has ended, if that is not written yet.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._writer.wait()
+        store = parts.agreement.store
+        newest = self._resumed_at if self._writer.last_step is None else self._writer.last_step
+        if store is None or not parts.course.has_values or newest == parts.course.step:
+            return
+        held = store.snapshot(parts.closer.references)
+        try:
+            self._writer.write_now(self._snapshot(parts, held, course_state.state_of(parts.course)))
+        finally:
+            held.release()
+
+    def close(self) -> None:
+        """End the writer, once what it writes is written."""
+        self._writer.close()
+
+    def _snapshot(self, parts: Parts, held: StoreSnapshot, run: Mapping[str, Any]) -> Snapshot:
+        store = parts.agreement.store
+        assert store is not None
+        state = {
+            "settings": settings_of(self._config),
+            "software": software(),
+            "secret": self._secret,
+            "workers": self._config.ranks,
+            "updates": held.updates,
+            "run": run,
+            "closer": parts.closer.state(),
+            "record": parts.record.state(),
+            "manifest": store.layout.manifest.to_wire() if parts.ensemble is None else None,
+            "ensemble": None if parts.ensemble is None else parts.ensemble.state(),
+        }
+        return Snapshot(int(run["step"]), self._epoch, held.tensors, state)
+
+
+@contextlib.contextmanager
+def open_checkpoints(
+    config: ServerConfig, faults: Faults
+) -> Iterator[tuple[CheckpointDirectory | None, Snapshot | None]]:
+    """Open the directory of checkpoints, if there is to be one, and find out where to go on from, if anywhere.
+
+    Raises:
+        ConfigurationError: there are checkpoints, and they are not to be gone on from or cannot be with these
+            options; or another server uses the directory.
+        CheckpointError: there are checkpoints and none is good, or the directory cannot be written.
+    """
+    if config.checkpoint_dir is None:
+        yield None, None
+        return
+    directory = CheckpointDirectory.open(config.checkpoint_dir, config.keep, CheckpointFaults(faults))
+    try:
+        yield directory, _resumed_from(config, directory)
+    finally:
+        directory.close()
+
+
+def _resumed_from(config: ServerConfig, directory: CheckpointDirectory) -> Snapshot | None:
+    if not config.resume:
+        if directory.has_checkpoints:
+            raise ConfigurationError(
+                f"there are checkpoints in {directory.path}: go on from them with --resume, "
+                "or name another --checkpoint-dir"
+            )
+        return None
+    snapshot = directory.newest()
+    if snapshot is None:
+        logger.info("no checkpoint in %s yet: the run starts afresh", directory.path)
+        return None
+    try:
+        changes = check_resumable(snapshot.state["settings"], config)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} does not say of which run it is") from error
+    for change in changes:
+        logger.warning("%s", change)
+    logger.info("going on from step %d of %d, of a checkpoint in %s", snapshot.step, config.steps, directory.path)
+    if snapshot.step >= config.steps:
+        logger.info("no step is left to do; more --steps would go on")
+    return snapshot
+
+
+def restore(parts: Parts, config: ServerConfig, snapshot: Snapshot) -> None:
+    """Put a server that nobody has joined yet where a checkpoint was taken.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used: something is missing, or does not fit the rest.
+        ConfigurationError: the memory does not suffice, or an option does not fit what the checkpoint holds.
+    """
+    state = snapshot.state
+    try:
+        moved = config.ranks - int(state["workers"])
+        if parts.ensemble is None:
+            store = parts.agreement.restore(Manifest.from_wire(state["manifest"]))
+            store.restore(snapshot.step, int(state["updates"]), snapshot.tensors, moved)
+        else:
+            parts.ensemble.restore(state["ensemble"], snapshot.step, int(state["updates"]), snapshot.tensors)
+            parts.agreement.restore_ensemble()
+        parts.closer.restore(state["closer"], moved)
+        parts.record.restore(state["record"], snapshot.step)
+        course_state.restore(parts.course, state["run"])
+    except (ManifestMismatch, NotFinite, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} cannot be used: {error!s}") from error
+
+
+def changes_since(config: ServerConfig, snapshot: Snapshot) -> str | None:
+    """Return why values may differ from those of a run that was never stopped, or None."""
+    here, there = software(), dict(snapshot.state["software"])
+    changed = [name for name in here if there.get(name) != here[name]]
+    if changed:
+        return f"resumed with another {' and '.join(changed)}"
+    return reason_not_comparable(snapshot.state["settings"], config)

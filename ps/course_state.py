@@ -1,0 +1,84 @@
+"""The state of a run as plain values, for a checkpoint, and back: who took part, what was counted, where it stands.
+
+What belongs to one start of the server is left out: connections, push numbers, waits.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from protocol.messages import Role
+from ps.members import Member
+from ps.rounds import OpenRound
+
+if TYPE_CHECKING:
+    from ps.course import Course
+
+COUNTS = ("void_rounds", "short_rounds", "predicted_rounds", "left_out_rounds")
+BY_RANK = ("pushes", "duplicates", "stale", "late", "rejected")
+FLAGS = ("alarmed", "has_left_early")
+
+NO_INCARNATION = -1
+"""No process has this one: whoever comes after a restart is new to the server."""
+
+
+def state_of(run: "Course") -> dict[str, Any]:
+    """Return what a run that goes on from here must know; call it right after a round has closed."""
+    members = [*run.registry.members.values(), *run.registry.validators.values()]
+    return {
+        "step": run.step,
+        "validated": run.open_round.validated,
+        "void_in_a_row": run.void_in_a_row,
+        "changed_by_resume": run.changed_by_resume,
+        **{name: getattr(run, name) for name in (*COUNTS, *FLAGS)},
+        **{name: dict(getattr(run, name)) for name in BY_RANK},
+        "members": [
+            {
+                "rank": member.rank,
+                "name": member.name,
+                "host": member.host,
+                "role": member.role.value,
+                "threads": member.threads,
+                "finished": member.finished,
+                "late_rounds": member.late_rounds,
+                "on_probation": member.on_probation,
+                "clock": member.clock,
+            }
+            for member in members
+        ],
+    }
+
+
+def restore(run: "Course", state: Mapping[str, Any]) -> None:
+    """Put a run that nobody has joined yet where another one was; ranks that have no place any more are forgotten.
+
+    Args:
+        run: a fresh one.
+        state: of `state_of`.
+    """
+    run.is_resumed = run.has_values = True
+    run.step = int(state["step"])
+    run.void_in_a_row = int(state["void_in_a_row"])
+    run.changed_by_resume = state["changed_by_resume"]
+    for name in COUNTS:
+        setattr(run, name, int(state[name]))
+    for name in FLAGS:
+        setattr(run, name, bool(state[name]))
+    for name in BY_RANK:
+        setattr(run, name, {int(rank): int(count) for rank, count in state[name].items()})
+    for known in state["members"]:
+        _restore_member(run, known)
+    run.open_round = OpenRound(run.step, bool(state["validated"]), opened=run.now)
+
+
+def _restore_member(run: "Course", known: Mapping[str, Any]) -> None:
+    role, rank = Role(known["role"]), int(known["rank"])
+    registry = run.registry
+    slots = registry.validator_slots if role is Role.VALIDATOR else registry.workers
+    first = registry.workers if role is Role.VALIDATOR else 0
+    if not first <= rank < first + slots:
+        return
+    member = Member(rank, known["name"], known["host"], NO_INCARNATION, int(known["threads"]), role=role)
+    member.finished = bool(known["finished"])
+    member.late_rounds, member.on_probation = int(known["late_rounds"]), bool(known["on_probation"])
+    member.clock = int(known["clock"])
+    (registry.validators if role is Role.VALIDATOR else registry.members)[rank] = member

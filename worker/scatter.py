@@ -1,0 +1,48 @@
+"""Gradients by name as the buffers of one payload, in the order of a layout, gaps included. Nothing is copied."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.arena import check_array
+from protocol.errors import ManifestMismatch
+from protocol.tensors import Layout
+
+Buffers = Sequence[memoryview | bytes]
+
+
+class Scatter:
+    """Knows where each gradient goes, and the zeros that follow it."""
+
+    def __init__(self, layout: Layout) -> None:
+        slots = layout.slots
+        starts = [*(slot.offset for slot in slots[1:]), layout.values_bytes]
+        self._layout = layout
+        self._parts = [
+            (slot.spec.name, slot.spec, bytes(start - slot.end)) for slot, start in zip(slots, starts, strict=True)
+        ]
+
+    def buffers(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
+        """Return views of the gradients; one that is not contiguous, or not native, is copied.
+
+        Raises:
+            ManifestMismatch: a gradient is missing, unknown, or of another shape or dtype.
+        """
+        if len(gradients) > len(self._parts):
+            unknown = next(name for name in gradients if name not in self._layout.by_name)
+            raise ManifestMismatch(f"variable {unknown!r} is not in the manifest")
+        buffers: list[memoryview | bytes] = []
+        for name, spec, gap in self._parts:
+            if name not in gradients:
+                raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
+            gradient = np.asarray(gradients[name])
+            check_array(spec, gradient)
+            if gradient.size:
+                if not gradient.dtype.isnative:
+                    gradient = gradient.astype(gradient.dtype.newbyteorder())
+                buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
+            if gap:
+                buffers.append(gap)
+        return buffers
