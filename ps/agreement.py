@@ -61,6 +61,11 @@ class Agreement:
         self._lock = lock
         self._cannot_hold = cannot_hold
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the variables are known, or are no evaluator's business."""
+        return self.store is not None or self._ensemble is not None
+
     def check(self, who: Identity, offer: Offer) -> None:
         """Agree on the variables in mode shared; in an ensemble that has to wait for the rank.
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,18 @@ from protocol.errors import (
 from protocol.injection import Point
 from protocol.injector import NONE, Faults
 from protocol.messages import (
-    AUTO_RANK,
     Logits,
-    Offer,
     Push,
     Report,
-    Role,
     Status,
     TestLogits,
     Values,
     Weights,
-    Welcome,
 )
 from protocol.tokens import Grant
 from protocol.transport import Address, Listener
-from ps.agreement import Agreement, check_seed
+from ps.admission import Admissions
+from ps.agreement import Agreement
 from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of, warm_up
 from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpointing import Checkpointing, Parts, changes_since, restore
@@ -46,7 +42,6 @@ from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
 from ps.door import TICK_S, Door
-from ps.ensemble_mode import Terms
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -61,7 +56,6 @@ from ps.instructions import (
     Take,
     WeighAnswers,
 )
-from ps.members import Claim, Granted, Identity
 from ps.metrics import TestResult
 from ps.narration import Narration
 from ps.policy import Phase
@@ -84,14 +78,6 @@ EXIT_CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Admission:
-    """What a client is told when it has joined, and what holds for its connection from then on."""
-
-    welcome: Welcome
-    terms: Terms
-
-
 class ParameterServer:
     """One run: from listening to the last goodbye.
 
@@ -100,6 +86,7 @@ class ParameterServer:
         epoch: random number of this start.
         grants: who may join with which token; empty admits everyone.
         faults: what is to break on purpose.
+        admissions: lets clients in.
         is_compiling: the kernels that every run needs are not ready yet.
     """
 
@@ -149,6 +136,7 @@ class ParameterServer:
         self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
         self._agreement = Agreement(config, self._ensemble, initial_values, self._lock, self._cannot_hold)
+        self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
         self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
         self._ended = threading.Event()
         self._finish: Finish | None = None
@@ -285,71 +273,15 @@ class ParameterServer:
     def _show_progress(self, now: float) -> None:
         self._narration.progress(self._coordinator, self._record.metrics, now)
 
-    # ---- admission: called by sessions -----------------------------------------------------------------
+    # ---- who is there: called by sessions --------------------------------------------------------------
 
     def proven(self) -> None:
         """A connection has proved itself, or ended before it could."""
         self._door.proven()
 
-    def claim(self, who: Identity) -> Claim:
-        """Judge an identity; changes nothing."""
-        with self._lock:
-            return self._coordinator.registry.claim(who)
-
     def session(self, number: int) -> Session | None:
         """Return a live session by its number."""
         return self._door.session(number)
-
-    @property
-    def has_variables(self) -> bool:
-        """Whether a worker has defined them."""
-        with self._lock:
-            return self._store is not None or self._ensemble is not None  # that one takes no evaluators
-
-    def check_offer(self, who: Identity, offer: Offer) -> None:
-        """Check what an offer says before the identity is settled; in mode shared, agree on the variables.
-
-        Raises:
-            Refused: other variables, another seed, a dtype that cannot be served, or too many bytes.
-        """
-        check_seed(self.config.seed, offer)
-        if self._finish is not None and self._finish.status is not Status.DONE:
-            return  # it hears of the end next; nothing is to be made for it
-        self._agreement.check(who, offer)
-
-    def join(self, session: Session, who: Identity, granted: Granted, offer: Offer) -> Admission | None:
-        """Welcome a session under an identity; None if the identity was taken meanwhile.
-
-        Raises:
-            Refused: it cannot be a member of the ensemble.
-        """
-        with self._lock:
-            again = self._coordinator.registry.claim(who)
-            if not isinstance(again, Granted) or again.replaces is not None:
-                return None
-            known = self._coordinator.registry.member(who.role, granted.rank)
-            threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
-            terms = self._agreement.terms(offer, again.rank)
-            told = self._coordinator.joined(session.number, who, again, threads, time.monotonic())
-            welcome = Welcome(
-                epoch=self.epoch,
-                step=self._coordinator.step,
-                steps=self.config.steps,
-                rank=again.rank if who.role is Role.WORKER else AUTO_RANK,
-                name=again.name,
-                seed=self.config.seed,
-                threads=threads,
-                workers=self.config.ranks,
-                shards=self.config.shard_count,
-                mode=self.config.mode,
-                codec="raw",
-                heartbeat_interval=float(self.config.heartbeat_interval),
-                heartbeat_timeout=float(self.config.heartbeat_timeout),
-                manifest=terms.layout.manifest.to_wire(),
-                weighting=self.config.weighting if self._ensemble is not None else "",
-            )
-            self._carry_out(told)
-            return Admission(welcome, terms)
 
     def left(self, session: Session, reason: str, on_purpose: bool = False) -> None:
         """A session has ended; the coordinator hears of it if it had joined."""
@@ -516,6 +448,7 @@ class ParameterServer:
                         self._ensemble.vote_now()
                         self._take_vote()
                     self._finish, self._finished_at = instruction, time.monotonic()
+                    self.admissions.is_over = instruction.status is not Status.DONE
                     self._door.announce(instruction)
                     self._ended.set()
 

@@ -181,10 +181,10 @@ class Session(threading.Thread):
             return  # the run has ended: serving begins with saying so
         if who.role is Role.EVALUATOR and not self._wait_while(self._missing_variables):
             return
-        claim = self._server.claim(who)
+        claim = self._server.admissions.claim(who)
         if isinstance(claim, Denied):  # before its offer is looked at: who is turned away defines no variables
             raise Refused(claim.code, claim.reason)
-        self._server.check_offer(who, offer)
+        self._server.admissions.check_offer(who, offer)
         self._take_identity(who, offer)
         self.link.silence_s = self._server.config.heartbeat_timeout
 
@@ -212,7 +212,7 @@ class Session(threading.Thread):
 
     def _missing_variables(self) -> str:
         """Say for what an evaluator waits until a worker has defined the variables; empty when one has."""
-        return "" if self._server.has_variables else self._server.waiting_for() or "the first worker"
+        return "" if self._server.admissions.has_variables else self._server.waiting_for() or "the first worker"
 
     def _wait_while(self, waits_for: Callable[[], str]) -> bool:
         """Hold a client as long as `waits_for` names something; False if the run ended before that."""
@@ -228,7 +228,7 @@ class Session(threading.Thread):
     def _take_identity(self, who: Identity, offer: Offer) -> None:
         held = False
         while True:
-            claim = self._server.claim(who)
+            claim = self._server.admissions.claim(who)
             if self._outbox:  # asked after the claim, which waits for whoever is just posting the end of the run
                 return  # serving begins with saying so
             if isinstance(claim, Denied):
@@ -253,7 +253,7 @@ class Session(threading.Thread):
         self.joined = True
         self.link.heard_at = time.monotonic()  # a client beats from its welcome on, however long it was held
         try:
-            admission = self._server.join(self, who, granted, offer)
+            admission = self._server.admissions.join(self.number, who, granted, offer)
         except WeighmasterError:
             self.joined = False
             raise

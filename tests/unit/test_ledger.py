@@ -68,3 +68,18 @@ def test_a_restored_ledger_is_the_same_to_the_row(guests, monkeypatch):
             assert other.rows(names).tolist() == ledger.rows(names).tolist()
             assert other.serials.tolist() == ledger.serials.tolist()
             assert other["x"].tolist() == ledger["x"].tolist()
+
+
+def test_of_those_away_equally_long_a_restored_ledger_forgets_the_same(monkeypatch):
+    """Rows are used again, so the order of rows is not that in which the names came."""
+    monkeypatch.setattr(module, "MOST_ABSENT", 3)
+    ledger = Ledger({"x": 0.0})
+    for names in (("a", "b"), ("c", "d", "e"), ("f",), ("g", "h"), ("stays",)):
+        ledger.rows(names)
+    other = Ledger({"x": 0.0})
+    other.restore(ledger.state())
+    for guest in range(5):
+        for each in (ledger, other):
+            each.rows(("stays", f"guest {guest}"))
+        known = [[each.row(name) for name in "abcdefgh"] for each in (ledger, other)]
+        assert known[0] == known[1]

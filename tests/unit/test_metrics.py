@@ -11,6 +11,7 @@ from ps.instructions import Contribution
 from ps.members import Granted, Identity
 from ps.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
 from ps.policy import RunPolicy
+from tests.unit.resumed import written_and_read
 
 NAN = float("nan")
 
@@ -90,6 +91,26 @@ def test_a_report_of_an_older_step_never_replaces_a_newer_one():
     assert metrics.test == TestResult(5, 0.5, 0.8)
     metrics.tested(TestResult(5, 0.4, 0.85))
     assert metrics.test == TestResult(5, 0.4, 0.85)
+
+
+def test_a_restored_memory_has_all_but_the_throughput():
+    metrics, other = Metrics(), Metrics()
+    for step in range(WEIGHT_ROUNDS + 5):
+        close(metrics, contribution(0, loss=step), contribution(1), now=float(step))
+    metrics.tested(TestResult(3, NAN, None))
+    state = written_and_read(metrics.state())
+    close(metrics, contribution(1), now=99.0)  # what was given out does not follow
+    other.restore(state)
+    close(other, contribution(1), now=0.0)
+    assert (other.loss, other.accuracy) == (metrics.loss, metrics.accuracy)
+    assert [other.weight(rank) for rank in range(2)] == [metrics.weight(rank) for rank in range(2)]
+    assert other.test is not None and (other.test.step, other.test.accuracy) == (3, None)
+    assert math.isnan(other.test.loss)
+    other.tested(TestResult(2, 0.5, 0.5))
+    assert other.test.step == 3
+    empty = Metrics()
+    empty.restore(written_and_read(Metrics().state()))
+    assert empty == Metrics()
 
 
 # ---- the summary ---------------------------------------------------------------------------------------

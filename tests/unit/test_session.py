@@ -334,7 +334,7 @@ def test_a_refusal_after_the_proof_has_all_characters_of_a_reason(run, monkeypat
     def refuse(who, offer):
         raise Refused(RefusalCode.MANIFEST, LONG_REASON)
 
-    monkeypatch.setattr(run.server, "check_offer", refuse)
+    monkeypatch.setattr(run.server.admissions, "check_offer", refuse)
     refusal = run.offer(Role.WORKER, KERNEL).receive()
     assert isinstance(refusal, Refusal)
     assert len(refusal.reason) == 4096

@@ -612,6 +612,46 @@ def test_an_update_that_waits_goes_on_when_another_thread_releases_the_last_hold
     assert first_value(checkpoint.version) == 0
 
 
+def test_who_releases_in_the_time_of_grace_is_not_cut_off(monkeypatch):
+    waiting = threading.Event()
+
+    class Watched(threading.Condition):
+        def wait(self, timeout=None):
+            waiting.set()  # under the lock, which a release has to take: it comes after the wait began
+            return super().wait(timeout)
+
+    monkeypatch.setattr("ps.versions.threading", SimpleNamespace(Condition=Watched, Lock=threading.Lock))
+    store, apply = counting_store(grace_s=3600.0)
+    oldest = store.hold(never)
+    apply()
+    middle = store.hold(never)
+    apply()
+
+    def release():
+        assert waiting.wait(60)
+        oldest.release()
+
+    other = threading.Thread(target=release)
+    other.start()
+    assert first_value(apply()) == -3
+    other.join()
+    assert first_value(middle.version) == -1
+
+
+def test_with_more_buffers_more_versions_are_held_before_anybody_is_cut_off():
+    store, apply = counting_store(versions=5)
+    holds = []
+    for _ in range(4):
+        holds.append(store.hold(never))
+        apply()
+    assert [first_value(hold.version) for hold in holds] == [0, -1, -2, -3]
+    cut = []
+    for hold in holds:
+        hold.cut_off = lambda hold=hold: (cut.append(hold), hold.release())
+    apply()
+    assert cut == holds[:1]
+
+
 def test_an_update_that_gets_no_buffer_ends_with_an_error_and_changes_nothing():
     store, apply = counting_store(release_timeout_s=0.01)
     checkpoint = store.hold(None)
@@ -662,6 +702,7 @@ def test_a_store_without_values_says_so():
         StoreConfig(SGD(0.5), 3),
         StoreConfig(Adam(), 5, ema_decay=0.9),
         StoreConfig(SGD(), 2, references=3),
+        StoreConfig(SGD(), 2, versions=6),
     ],
     ids=repr,
 )
@@ -728,6 +769,7 @@ def test_a_round_whose_parts_do_not_match_is_our_own_mistake(slots, weights, fac
         ({"references": -1}, "references"),
         ({"clip_norm": 0.0}, "clip"),
         ({"clip_norm": math.nan}, "clip"),
+        ({"versions": 2}, "versions"),
         ({"ema_decay": 1.0}, "EMA"),
         ({"ema_decay": -0.1}, "EMA"),
     ],

@@ -4,6 +4,7 @@ import pytest
 
 from ps import trust
 from ps.trust import History, TrustLog
+from tests.unit.resumed import written_and_read
 
 
 def told(log, shares, start=0, reason=lambda name: f"because of {name}"):
@@ -102,3 +103,28 @@ def test_histories_of_names_long_gone_are_dropped():
     assert len(log.history()) == trust.MOST_NAMES + 2
     assert len(log.history()["stays"]) == trust.MOST_NAMES + 50
     assert "guest 0" not in log.history()
+
+
+def test_a_restored_log_goes_on_as_if_nothing_had_happened():
+    shares = [1.0] * 60 + [0.0] * 10 + [1.0] * 30 + [0.4] * 5300
+    for stop in (1, 61, 69, 75, 100, 4500):
+        whole, first, second = TrustLog(), TrustLog(), TrustLog()
+        said = told(whole, shares)
+        before = told(first, shares[:stop])
+        state = written_and_read(first.state())
+        told(first, shares[stop:])  # what was given out does not follow
+        second.restore(state)
+        assert before + told(second, shares[stop:], stop) == said
+        assert second.history() == whole.history()
+        assert (second.muted, second.muted_rounds()) == (whole.muted, whole.muted_rounds())
+
+
+def test_a_restored_log_forgets_whom_it_would_have_forgotten(monkeypatch):
+    monkeypatch.setattr(trust, "MOST_NAMES", 2)
+    logs = [TrustLog(), TrustLog()]
+    for name in ("c", "a", "b", "d"):
+        logs[0].observe(0, [name], [1.0], str)
+    logs[1].restore(written_and_read(logs[0].state()))
+    for log in logs:
+        log.observe(1, ["c", "z"], [1.0, 1.0], str)
+    assert list(logs[0].history()) == list(logs[1].history())
