@@ -231,7 +231,8 @@ class ServerProof(Message):
 class Offer(Message):
     """What the worker holds: its manifest (rows as `Manifest.to_wire`), its thread count, its seed if given.
 
-    The last four say what it answers with in ensemble mode, as `protocol.ensemble.Answers`; 0 and empty: nothing.
+    The next four say what it answers with in ensemble mode, as `protocol.ensemble.Answers`; 0 and empty: nothing.
+    `software` names all on which the last bits of a gradient depend, in words of the worker's own.
     """
 
     KIND = Kind.OFFER
@@ -243,6 +244,7 @@ class Offer(Message):
     classes: Count = 0
     logits_dtype: Name = ""
     test_examples: Count = 0
+    software: Name = ""
 
 
 @dataclass(frozen=True)

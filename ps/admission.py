@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.messages import AUTO_RANK, Offer, Role, Welcome
 from ps.agreement import Agreement, check_seed
@@ -87,6 +87,7 @@ class Admissions:
             known = self._course.registry.member(who.role, granted.rank)
             threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
             terms = self._agreement.terms(offer, again.rank)
+            who = replace(who, software=offer.software)
             told = self._course.joined(session, who, again, threads, time.monotonic())
             welcome = self._welcome(who, again, threads, terms)
             self._carry_out(told)

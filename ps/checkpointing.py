@@ -226,12 +226,12 @@ def restore(parts: Parts, config: ServerConfig, snapshot: Snapshot) -> None:
         if parts.ensemble is None:
             store = parts.agreement.restore(Manifest.from_wire(state["manifest"]))
             store.restore(snapshot.step, int(state["updates"]), snapshot.tensors, moved)
+            parts.closer.restore(state["closer"], moved, store.validator_rows)
         else:
             parts.ensemble.restore(state["ensemble"], snapshot.step, int(state["updates"]), snapshot.tensors)
             parts.agreement.restore_ensemble()
-        parts.closer.restore(state["closer"], moved)
         parts.record.restore(state["record"], snapshot.step)
-        course_state.restore(parts.course, state["run"])
+        course_state.restore(parts.course, state["run"], moved)
     except (ManifestMismatch, NotFinite, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint of step {snapshot.step} cannot be used: {error!s}") from error
 

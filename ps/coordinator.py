@@ -31,6 +31,7 @@ class Coordinator(Course):
         returns = before is not None and before.session is None
         is_new = before is None or before.incarnation != who.incarnation
         least = attendance.slowest(self)
+        software = before.software if before is not None else ""
         member = self.registry.bind(session, who, granted, threads, now)
         if self.phase is Phase.ENDED:
             return []
@@ -40,6 +41,9 @@ class Coordinator(Course):
         told: list[Instruction] = [
             Announce(f"{member.label} on {who.host} has {'returned' if returns else 'joined'}")
         ]
+        if software and who.software and software != who.software:
+            self.has_changed = f"{member.label} computes on {who.software}, and before on {software}"
+            told.append(Announce(f"{self.has_changed}: the last bits may differ", warning=True))
         member.clock = max(member.clock, least or 0)
         if is_new and self.policy.shrink and self.phase is Phase.RUNNING and self.open_round.has_begun:
             member.since_step = self.step + 1

@@ -68,7 +68,7 @@ class Course:
         last_push_at: when the last push came, or the run began to wait for one (monotonic seconds).
         held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
         is_resumed: the run goes on from a checkpoint.
-        changed_by_resume: why its values may differ from those of a run that was never stopped, or None.
+        has_changed: what became different in the course of the run, by which bits may differ, or None.
     """
 
     policy: RunPolicy
@@ -92,7 +92,7 @@ class Course:
     last_push_at: float = 0.0
     held_since: float | None = None
     is_resumed: bool = False
-    changed_by_resume: str | None = None
+    has_changed: str | None = None
     void_in_a_row: int = 0
     open_round: OpenRound = field(init=False)
     _pending: dict[SessionId, Pending] = field(default_factory=dict)

@@ -28,7 +28,7 @@ def state_of(run: "Course") -> dict[str, Any]:
         "step": run.step,
         "validated": run.open_round.validated,
         "void_in_a_row": run.void_in_a_row,
-        "changed_by_resume": run.changed_by_resume,
+        "has_changed": run.has_changed,
         **{name: getattr(run, name) for name in (*COUNTS, *FLAGS)},
         **{name: dict(getattr(run, name)) for name in BY_RANK},
         "members": [
@@ -42,23 +42,25 @@ def state_of(run: "Course") -> dict[str, Any]:
                 "late_rounds": member.late_rounds,
                 "on_probation": member.on_probation,
                 "clock": member.clock,
+                "software": member.software,
             }
             for member in members
         ],
     }
 
 
-def restore(run: "Course", state: Mapping[str, Any]) -> None:
+def restore(run: "Course", state: Mapping[str, Any], moved: int = 0) -> None:
     """Put a run that nobody has joined yet where another one was; ranks that have no place any more are forgotten.
 
     Args:
         run: a fresh one.
         state: of `state_of`.
+        moved: by how much the numbers of validators have moved, with the number of workers.
     """
     run.is_resumed = run.has_values = True
     run.step = int(state["step"])
     run.void_in_a_row = int(state["void_in_a_row"])
-    run.changed_by_resume = state["changed_by_resume"]
+    run.has_changed = state["has_changed"]
     for name in COUNTS:
         setattr(run, name, int(state[name]))
     for name in FLAGS:
@@ -66,12 +68,13 @@ def restore(run: "Course", state: Mapping[str, Any]) -> None:
     for name in BY_RANK:
         setattr(run, name, {int(rank): int(count) for rank, count in state[name].items()})
     for known in state["members"]:
-        _restore_member(run, known)
+        _restore_member(run, known, moved)
     run.open_round = OpenRound(run.step, bool(state["validated"]), opened=run.now)
 
 
-def _restore_member(run: "Course", known: Mapping[str, Any]) -> None:
-    role, rank = Role(known["role"]), int(known["rank"])
+def _restore_member(run: "Course", known: Mapping[str, Any], moved: int) -> None:
+    role = Role(known["role"])
+    rank = int(known["rank"]) + (moved if role is Role.VALIDATOR else 0)
     registry = run.registry
     slots = registry.validator_slots if role is Role.VALIDATOR else registry.workers
     first = registry.workers if role is Role.VALIDATOR else 0
@@ -80,5 +83,5 @@ def _restore_member(run: "Course", known: Mapping[str, Any]) -> None:
     member = Member(rank, known["name"], known["host"], NO_INCARNATION, int(known["threads"]), role=role)
     member.finished = bool(known["finished"])
     member.late_rounds, member.on_probation = int(known["late_rounds"]), bool(known["on_probation"])
-    member.clock = int(known["clock"])
+    member.clock, member.software = int(known["clock"]), str(known["software"])
     (registry.validators if role is Role.VALIDATOR else registry.members)[rank] = member

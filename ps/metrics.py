@@ -91,6 +91,7 @@ class Metrics:
                     "name": member.name,
                     "weight": round(self.weight(rank), 6),
                     "threads": member.threads,
+                    "software": member.software,
                     "pushes": coordinator.pushes.get(rank, 0),
                     "rejected": coordinator.rejected.get(rank, 0),
                     "stale": coordinator.stale.get(rank, 0),
@@ -121,8 +122,8 @@ class Metrics:
     def determinism(self, coordinator: Coordinator) -> tuple[bool, str | None]:
         """Say whether the same seed gives the same bits again, and if not, why."""
         policy = coordinator.policy
-        if coordinator.changed_by_resume:
-            return False, coordinator.changed_by_resume
+        if coordinator.has_changed:
+            return False, coordinator.has_changed
         if not policy.is_sync and policy.workers > 1:
             return False, "each push is applied when it comes"
         if coordinator.left_out_rounds:

@@ -146,7 +146,7 @@ class ParameterServer:
         if restored is not None:
             restore(self._parts, config, restored)
             course = self._coordinator
-            course.changed_by_resume = course.changed_by_resume or changes_since(config, restored)
+            course.has_changed = course.has_changed or changes_since(config, restored)
         self._checkpoints = None
         if checkpoints is not None:
             resumed_at = None if restored is None else restored.step
@@ -383,21 +383,22 @@ class ParameterServer:
         with self._lock:
             return self._coordinator.waiting_for(time.monotonic())
 
-    def hold_values(self, session: Session, reply: Reply) -> tuple[Values, Hold]:
-        """Pin the current values for a reply; whoever sends them releases the hold."""
-        assert self._store is not None
-        hold = self._store.hold(session.link.abort)
-        return self._values(hold.version.step, reply), hold
+    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]]:
+        """Pin the current values for a reply, and say which pieces of them the client gets.
 
-    def part_of(self, session: Session, buffer: memoryview) -> list[memoryview]:
-        """Return the pieces of values that a client gets: all, or a member's part."""
-        if self._ensemble is None or self._ensemble.store is None:
-            return [buffer]
-        with self._lock:
-            member = self._coordinator.registry.of(session.number)
-        if member is None:  # its connection has been replaced, and what is sent will not arrive
-            return [buffer]
-        return self._ensemble.store.part_of(buffer, member.rank)
+        Whoever sends them releases the hold. Nothing here may wait for the lock while it holds a version: an update
+        that waits for the release of versions has the lock.
+        """
+        assert self._store is not None
+        member = None
+        if self._ensemble is not None:
+            with self._lock:
+                member = self._coordinator.registry.of(session.number)
+        hold = self._store.hold(session.link.abort)
+        pieces = [hold.version.buffer]
+        if self._ensemble is not None and self._ensemble.store is not None and member is not None:
+            pieces = self._ensemble.store.part_of(hold.version.buffer, member.rank)
+        return self._values(hold.version.step, reply), hold, pieces
 
     def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
         """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply."""

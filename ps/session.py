@@ -386,9 +386,9 @@ class Session(threading.Thread):
             smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
             self._send_reply(self._server.smooth_values(reply, smooth), [smooth.data])
             return
-        values, hold = self._server.hold_values(self, reply)
-        with hold as version:
-            self._send_reply(values, self._server.part_of(self, version.buffer))
+        values, hold, pieces = self._server.values_for(self, reply)
+        with hold:
+            self._send_reply(values, pieces)
 
     def _send_reply(self, values: Values, payload: list[memoryview]) -> None:
         midway = self._faults.midway(self.link, Point.MID_REPLY, self._rank, values.step)

@@ -33,6 +33,8 @@ __all__ = [
     "describe",
 ]
 
+TENSORFLOW = tf.__version__
+
 TF1_LAYERS_MISSING = "module 'tensorflow' has no attribute 'layers'"
 KERAS_3_HAS_NO_LAYERS = ("is not available with Keras 3", "module 'tensorflow.compat.v1.layers' has no attribute")
 """What TensorFlow says to code that was written for `tf.layers`."""

@@ -1,10 +1,12 @@
 """What a worker's process does once its options are known: data, model, and its part in the run."""
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
 from protocol.injection import Plan
 from protocol.injector import Faults
-from protocol.messages import AUTO_RANK, Role, Side
+from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
 from worker.batches import Shard, TrustedBatches
@@ -30,6 +32,9 @@ from worker.reconnect import ClientConfig, InitialValues
 
 if TYPE_CHECKING:
     from worker import graph
+
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+"""Which kernels TensorFlow computes with; read when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ def load_data(config: WorkerConfig) -> Dataset:
     """Set what TensorFlow reads from the environment, and load the data."""
     # Before the data, since a file of the user's may import TensorFlow as well.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault(ONEDNN, "1")  # TensorFlow's default on x86 today; pinned, since bits depend on it
     if config.legacy_keras:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
     if config.fault is not None:
@@ -54,6 +60,27 @@ def load_data(config: WorkerConfig) -> Dataset:
     if config.inject:
         _say(_plan(config).announcement)
     return load_dataset(config.dataset, config.data_dir)
+
+
+def software() -> str:
+    """Name all on which the last bits of a gradient depend beside the number of threads."""
+    from importlib.metadata import version
+
+    from worker import graph
+
+    onednn = "off" if os.environ.get(ONEDNN) in ("0", "false", "False") else "on"
+    text = f"TensorFlow {graph.TENSORFLOW} (oneDNN {onednn}), NumPy {version('numpy')}, {cpu_kind()}"
+    return text[:MAX_NAME_CHARACTERS]
+
+
+def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the CPU's model as the system names it, or the kind of machine: kernels are chosen by it."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next((model for model in models if model.isprintable()), platform.machine())
 
 
 def _plan(config: WorkerConfig) -> Plan:
@@ -226,6 +253,7 @@ def _client(job: Job, token: str | None, initial_values: InitialValues) -> Clien
         threads=config.threads,
         seed=config.seed,
         answers=_answers(job),
+        software=software(),
         connect_timeout_s=config.connect_timeout,
         reconnect_timeout_s=config.reconnect_timeout,
         congestion_control=config.congestion_control,

@@ -9,7 +9,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -56,6 +56,7 @@ class ClientConfig:
         threads: offered; the server's record for this rank comes back in `welcome`.
         seed: None takes the server's.
         answers: sizes of the logits that this client can push in ensemble mode; None if it cannot.
+        software: on what it computes; the server records it, and says when it changes.
         faults: on purpose, at the points of a step.
         on_event: told, in words, of losses, returns and attempts.
         on_waiting: told about once a second for whom the server waits while this client waits for it.
@@ -71,6 +72,7 @@ class ClientConfig:
     threads: int = 1
     seed: int | None = None
     answers: Answers | None = None
+    software: str = ""
     connect_timeout_s: float = 60.0
     reconnect_timeout_s: float = 120.0
     congestion_control: str = "auto"
@@ -155,8 +157,15 @@ class Caller:
         link = Link(channel, Side.WORKER, HANDSHAKE_S)
         hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
         answers = config.answers
-        sizes = (answers.examples, answers.classes, answers.dtype, answers.test_examples) if answers else ()
-        offer = Offer(self._manifest.to_wire(), self._threads, config.seed, *sizes)
+        offer = Offer(self._manifest.to_wire(), self._threads, config.seed, software=config.software)
+        if answers is not None:
+            offer = replace(
+                offer,
+                examples=answers.examples,
+                classes=answers.classes,
+                logits_dtype=answers.dtype,
+                test_examples=answers.test_examples,
+            )
         try:
             self._agree(link, shake_hands(link, hello, offer, config.token, self._hold))
             return link

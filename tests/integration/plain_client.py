@@ -22,7 +22,7 @@ VALUES, PUSH, ASK_INITIAL, INITIAL, HEARTBEAT, REPORT, BYE, ENDED = range(9, 17)
 
 # Two float32 variables, "w" of 3 elements and "b" a scalar, each in 64 bytes of its own: 128 bytes of payload.
 ROWS = [["w", [3], "float32", "trainable", -1], ["b", [], "float32", "trainable", -1]]
-NO_ENSEMBLE = {"examples": 0, "classes": 0, "logits_dtype": "", "test_examples": 0}
+NO_ENSEMBLE = {"examples": 0, "classes": 0, "logits_dtype": "", "test_examples": 0, "software": ""}
 """The end of an offer of a client that trains in mode `shared` only."""
 
 INITIAL_VALUES = [1.0, 2.0, 3.0, -4.0]

@@ -153,6 +153,7 @@ class ServerProcess(Process):
     """`python -m ps` on a port of its own."""
 
     def __init__(self, name: str, directory: Path, options: dict[str, Any], environment: dict[str, str]) -> None:
+        self.directory, self.options, self.environment = directory, options, environment
         self.port_file = directory / "port"
         self.export = directory / "final.safetensors"
         self.summary_file = directory / "summary.json"
@@ -183,6 +184,11 @@ class ServerProcess(Process):
     def summary(self) -> dict[str, Any]:
         """What became of the run."""
         return json.loads(self.summary_file.read_text())
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The lines of `rounds.jsonl`."""
+        path = Path(self.options.get("run_dir", self.directory)) / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def as_options(options: dict[str, Any]) -> list[str]:
@@ -216,6 +222,14 @@ class Processes:
         directory = self._directory / f"server-{len(self._started)}"
         directory.mkdir(mode=0o700)
         return self._keep(ServerProcess("server", directory, options, self._environment | (env or {})))
+
+    def again(self, server: ServerProcess, **changes: Any) -> ServerProcess:
+        """Start a server that has ended once more: same port, files and options but for `changes`.
+
+        What it was to break on purpose is not repeated.
+        """
+        options = server.options | {"port": server.port, "inject": None} | changes
+        return self._keep(ServerProcess("server again", server.directory, options, server.environment))
 
     def python(self, name: str, *arguments: object, env: dict[str, str] | None = None) -> Process:
         """Start `python ...` with these arguments, in the root of the checkout."""

@@ -91,6 +91,7 @@ def types_of(kind, field):
         "role": (str,), "code": (str,), "status": (str,),
         "codecs": (list,),
         "classes": (int,), "test_examples": (int,), "logits_dtype": (str,), "weighting": (str,),
+        "software": (str,),
         "labels": (bytes, type(None)) if kind is Kind.PUSH else (bytes,),
     }[field]  # fmt: skip
 
@@ -208,6 +209,7 @@ def offer_of(size, **fields):
         "classes": 0,
         "logits_dtype": "",
         "test_examples": 0,
+        "software": "",
     } | fields
     filler = size - len(msgpack.packb(rest | {"manifest": bytes(300)})) + 300
     assert filler > 255, "shorter manifests have another lead"
@@ -232,8 +234,8 @@ def test_on_both_sides_a_field_that_comes_twice_is_refused(size):
     """Also when both say the same, and when one more field hides a missing one."""
     once = b"\xa7threads\x02"
     header = offer_of(size - len(once))
-    assert header[:1] == b"\x87"
-    refused(Kind.OFFER, b"\x88" + header[1:] + once, "field 'threads' comes twice")
+    assert header[:1] == b"\x88"
+    refused(Kind.OFFER, b"\x89" + header[1:] + once, "field 'threads' comes twice")
     instead = header.replace(b"\xa4seed\xc0", once)
     refused(Kind.OFFER, instead, "field 'threads' comes twice")
 
@@ -245,7 +247,7 @@ def test_on_both_sides_a_field_that_comes_twice_is_refused(size):
 def test_on_both_sides_an_unknown_field_is_refused(size, name):
     """A name that is binary or a number is not one, whatever it says."""
     header = offer_of(size - len(msgpack.packb(name)) - 1)
-    refused(Kind.OFFER, b"\x88" + header[1:] + msgpack.packb(name) + b"\x02", "not valid")
+    refused(Kind.OFFER, b"\x89" + header[1:] + msgpack.packb(name) + b"\x02", "not valid")
 
 
 @BOTH_SIDES

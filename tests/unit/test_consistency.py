@@ -385,7 +385,7 @@ def test_a_push_of_the_old_server_is_dropped_and_answered():
 
 
 def test_who_has_left_is_not_waited_for_after_a_restart():
-    run, zero, one = running(steps=5)
+    run, _zero, one = running(steps=5)
     run.bye(one)
     again = restarted(run)
     again.join(Client(0))
@@ -393,7 +393,7 @@ def test_who_has_left_is_not_waited_for_after_a_restart():
 
 
 def test_after_a_restart_those_who_were_left_out_are_waited_for_but_not_for_ever():
-    run, zero, one = running(steps=5, **SHRINK)
+    run, zero, _one = running(steps=5, **SHRINK)
     again = restarted(run)
     zero = Client(0)
     again.join(zero)
@@ -418,7 +418,7 @@ def test_a_run_restored_at_its_end_gives_the_final_values_to_all():
 
 
 def test_threads_and_names_outlive_a_restart():
-    run, zero, one = running(steps=5)
+    run, _zero, _one = running(steps=5)
     run.coordinator.registry.members[1].threads = 3
     again = restarted(run)
     member = again.coordinator.registry.member(Role.WORKER, 1)

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.messages import Role
-from ps.instructions import AskInitial, CloseRound, Finish, Reply, SkipRound, Take
 from ps import attendance
+from ps.instructions import AskInitial, CloseRound, Finish, Reply, SkipRound, Take
 from ps.policy import Consistency, Phase
 from tests.unit.course import EPOCH, NAN, Client, Run
 

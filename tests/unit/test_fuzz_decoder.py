@@ -172,6 +172,7 @@ FIELD_VALUES = {
     "heartbeat_interval": st.floats(0, 1e8), "heartbeat_timeout": st.floats(0, 1e8),
     "classes": COUNT, "test_examples": COUNT, "logits_dtype": st.text(printable, max_size=20),
     "weighting": st.text(printable, max_size=20), "labels": st.binary(min_size=16, max_size=16),
+    "software": st.text(printable, max_size=20),
     "loss": st.floats(allow_nan=False), "accuracy": st.none() | st.floats(allow_nan=False),
 }  # fmt: skip
 

@@ -74,8 +74,9 @@ def test_of_those_away_equally_long_a_restored_ledger_forgets_the_same(monkeypat
     """Rows are used again, so the order of rows is not that in which the names came."""
     monkeypatch.setattr(module, "MOST_ABSENT", 3)
     ledger = Ledger({"x": 0.0})
-    for names in (("a", "b"), ("c", "d", "e"), ("f",), ("g", "h"), ("stays",)):
+    for names in (("a", "b"), ("c", "d", "e"), ("f",), ("g", "h"), ("f", "g"), ("stays",)):
         ledger.rows(names)
+    assert ledger.row("g") < ledger.row("f")
     other = Ledger({"x": 0.0})
     other.restore(ledger.state())
     for guest in range(5):

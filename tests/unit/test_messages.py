@@ -81,6 +81,7 @@ LIMITS = [
     (Kind.OFFER, "examples", [0, 2**31 - 1], [-1, 2**31, True, None]),
     (Kind.OFFER, "classes", [0, 2**31 - 1], [-1, 2**31, True, None]),
     (Kind.OFFER, "test_examples", [0, 2**31 - 1], [-1, 2**31, True, None]),
+    (Kind.OFFER, "software", ["", "a" * 128], ["a" * 129, "two\nlines", None, 1]),
     (Kind.WELCOME, "rank", [-1, MAX_RANK], [-2, MAX_RANK + 1]),
     (Kind.WELCOME, "workers", [0, 2**31 - 1], [-1, 2**31, True]),
     (Kind.WELCOME, "shards", [0, 2**31 - 1], [-1, 2**31, True]),
