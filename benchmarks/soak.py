@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 from benchmarks.processes import BenchmarkError
-from benchmarks.soak_course import Findings, Setting, Soak, soaking
+from benchmarks.soak_course import Findings, Soak, soaking
 from benchmarks.soak_faults import WEIGHTS
 from benchmarks.soak_invariants import Growth, growth
+from benchmarks.soak_processes import Setting
 from benchmarks.tally import Counting
 
 REPORT_S = 10.0

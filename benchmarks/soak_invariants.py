@@ -14,8 +14,8 @@ GROWTH = 1.05
 """Resident memory may be so many times its largest value of the first minutes."""
 
 SPARE = 2
-"""Threads and descriptors above those of the first minutes, beside two for each worker: a connection that was lost may
-stay until it is given up, while the next is there already."""
+"""Threads and descriptors above those of the first minutes, beside two for each worker: a connection that was lost
+may stay until it is given up, while the next is there already."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,9 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample], settled_s: float) -> Growth | None:
-    """Compare what came after `settled_s` with what came before: maxima over all lives; None without samples of both.
+    """Compare what came after `settled_s` with what came before; None without samples of both.
 
-    Maxima, because servers start anew: a young one is smaller than an old one, and the largest that either has ever
-    been is what its machine must have.
+    Maxima over all lives, because servers start anew: a young one is smaller than an old one.
     """
     early = [sample for sample in samples if sample.at_s <= settled_s]
     late = [sample for sample in samples if sample.at_s > settled_s]

@@ -1,10 +1,10 @@
-"""Define gradients from whose sums one can tell what was applied: a step that is lost or counted twice shows at once.
+"""Define gradients from whose sums one can tell what was applied: a step that is lost or doubled shows at once.
 
 Every worker pushes three arrays, and the server's optimizer is plain SGD with learning rate 1:
 
 - `tally` [W]: the value of place r becomes the number of pushes of rank r that were applied, each by its weight;
 - `marks` [1]: becomes the sum of a number that belongs to each step, whoever took part in it (rounds only);
-- `bulk` [P]: a pattern, times what follows from `tally`. Values that are torn, or of two versions, do not agree with it.
+- `bulk` [P]: a pattern, times what follows from `tally`. Values that are torn, or of two versions, do not agree.
 """
 
 from collections.abc import Mapping, Sequence

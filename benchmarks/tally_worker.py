@@ -1,7 +1,7 @@
-"""Be one or more light workers of a run: push the gradients of `benchmarks.tally`, check every answer, say what came.
+"""Be one or more light workers of a run: push the gradients of `benchmarks.tally`, check every answer, tell of it.
 
-Each rank has a thread and a connection of its own; the server cannot tell them from processes. Standard output gets a
-line of JSON now and then, or for each answer; the first answer that is wrong ends the process with code 1.
+Each rank has a thread and a connection of its own; the server cannot tell them from processes. Standard output gets
+a line of JSON now and then, or for each answer; the first answer that is wrong ends the process with code 1.
 """
 
 import json

@@ -152,7 +152,7 @@ class Checkpointing:
 
     def _snapshot(self, parts: Parts, held: StoreSnapshot, run: Mapping[str, Any]) -> Snapshot:
         store = parts.agreement.store
-        assert store is not None
+        assert store is not None and held.step == run["step"], "values and state must be of one step"
         state = {
             "settings": settings_of(self._config),
             "software": software(),
