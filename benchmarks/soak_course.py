@@ -1,6 +1,5 @@
 """The course of a soak: processes and connections that are broken, and a watch over what must hold."""
 
-import json
 import random
 import signal
 import socket
@@ -150,7 +149,8 @@ class Soak:
         elif coming.kind == STOP_WORKER:
             happens = self._stop(coming.rank, (0.2 + 1.8 * coming.chance) * timeout_s)
         elif coming.kind in ON_CONNECTION:
-            self._proxies[coming.rank].arm(fault_on_connection(coming, timeout_s))
+            self._proxies[coming.rank].arm(coming.kind, fault_on_connection(coming, timeout_s))
+            return  # it is counted when it strikes
         self.findings.faults[coming.kind] += happens
 
     def _stop(self, rank: int, seconds: float) -> bool:
@@ -169,6 +169,8 @@ class Soak:
             self._later.remove(due)
             due[1]()
         self._listen()
+        for kind in ON_CONNECTION:
+            self.findings.faults[kind] = sum(proxy.struck[kind] for proxy in self._proxies)
         for who in list(self._mortals.lives):
             code = self._mortals.process(who).poll()
             if code is not None and not (self._ends and code == 0):
@@ -197,8 +199,7 @@ class Soak:
         mortals.start_server(inject)
 
     def _listen(self) -> None:
-        for who, text in self._mortals.heard():
-            line = json.loads(text)
+        for who, line in self._mortals.heard():
             if "problem" in line:
                 self.findings.problems.append(f"{self._mortals.life(who)}: {line['problem']}")
                 continue

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -110,19 +111,19 @@ class ArmedProxy(FaultProxy):
     """A proxy whose faults are not planned ahead, but armed: each strikes the next frame of its kind.
 
     Attributes:
-        struck: how many have.
+        struck: how often each kind of fault of a soak has.
     """
 
     def __init__(self, to: Address) -> None:
-        self.struck = 0
-        self._armed: list[Fault] = []
+        self.struck: Counter[str] = Counter()
+        self._armed: list[tuple[str, Fault]] = []
         self._arming = threading.Lock()
         super().__init__(to)
 
-    def arm(self, fault: Fault) -> None:
-        """Let a fault happen to the next frame of its kind."""
+    def arm(self, name: str, fault: Fault) -> None:
+        """Let a fault, known to the soak by a name, happen to the next frame of its kind."""
         with self._arming:
-            self._armed.append(fault)
+            self._armed.append((name, fault))
 
     def disarm(self) -> None:
         """Forget the faults that have not struck, and pass everything on."""
@@ -133,9 +134,10 @@ class ArmedProxy(FaultProxy):
     def strike(self, kind: Kind) -> Fault | None:
         """Return the fault that strikes a frame, if one is armed for its kind."""
         with self._arming:
-            for fault in self._armed:
+            for armed in self._armed:
+                name, fault = armed
                 if fault.kind is kind:
-                    self._armed.remove(fault)
-                    self.struck += 1
+                    self._armed.remove(armed)
+                    self.struck[name] += 1
                     return fault
         return None

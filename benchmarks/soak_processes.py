@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.processes import Processes
-from benchmarks.tally import Counting
+from benchmarks.tally import Counting, Tally
+from benchmarks.tally_processes import SUMS, Lines, worker_command
 
 SAY_S = 0.2
 """How often a worker says where it is."""
@@ -51,23 +53,6 @@ class Setting:
     patience_s: float
 
 
-class Lines:
-    """The lines of a file that have been written since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def new(self) -> list[str]:
-        """Return whole lines only."""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return whole.decode().splitlines()
-
-
 class Mortals:
     """A server and workers, each of which dies and is started again; a life is one start.
 
@@ -105,8 +90,6 @@ class Mortals:
             "--port": self._port,
             "--workers": setting.workers,
             "--steps": self.steps,
-            "--optimizer": "sgd",
-            "--learning-rate": 1,
             "--run-dir": directory / "run",
             "--export": self.export,
             "--checkpoint-dir": directory / "checkpoints",
@@ -119,24 +102,15 @@ class Mortals:
         }
         command = [sys.executable, "-m", "ps", *(str(part) for pair in values.items() for part in pair)]
         extra = [] if inject is None else ["--inject", inject]
-        self._start("server", [*command, "--resume", *setting.mode, *extra])
+        self._start("server", [*command, *SUMS, "--resume", *setting.mode, *extra])
 
     def start_worker(self, rank: int, port: int) -> None:
         """Start a worker that finds the server at a port."""
         setting = self._setting
-        values: dict[str, object] = {
-            "--port": port,
-            "--ranks": rank,
-            "--workers": setting.workers,
-            "--parameters": setting.parameters,
-            "--counting": setting.counting,
-            "--pause": setting.pause_s,
-            "--say-every": SAY_S,
-            "--reconnect-timeout": setting.patience_s,
-        }
-        command = [sys.executable, "-m", "benchmarks.tally_worker"]
+        tally = Tally(setting.workers, setting.parameters, setting.counting)
+        command = worker_command(tally, port, [rank], setting.pause_s, SAY_S, setting.patience_s)
         who = f"worker{rank}"
-        self._start(who, [*command, *(str(part) for pair in values.items() for part in pair)])
+        self._start(who, command)
         self._lines[who] = Lines(self._running.directory / f"{self.life(who)}.out")
 
     def _start(self, who: str, command: list[str]) -> None:
@@ -156,8 +130,8 @@ class Mortals:
         """Return the seconds since its start."""
         return time.monotonic() - self._born[who]
 
-    def heard(self) -> list[tuple[str, str]]:
-        """Return what workers have said since the last time: who, and a line of JSON."""
+    def heard(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return what workers have said since the last time: who, and what."""
         return [(who, line) for who, lines in self._lines.items() for line in lines.new()]
 
     def printed(self, life: str) -> str:

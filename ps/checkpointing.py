@@ -232,8 +232,12 @@ def restore(parts: Parts, config: ServerConfig, snapshot: Snapshot) -> None:
             parts.agreement.restore_ensemble()
         parts.record.restore(state["record"], snapshot.step)
         course_state.restore(parts.course, state["run"], moved)
-    except (ManifestMismatch, NotFinite, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint of step {snapshot.step} cannot be used: {error!s}") from error
+    except KeyError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} cannot be used: it says nothing of {error}"
+        ) from error
+    except (ManifestMismatch, NotFinite, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} cannot be used: {error}") from error
 
 
 def changes_since(config: ServerConfig, snapshot: Snapshot) -> str | None:

@@ -89,7 +89,7 @@ class Coordinator(Course):
                 yield from self._weigh_if_complete(now)
                 yield from self._close_if_complete(now)
             return
-        self.has_left_early = True
+        self.has_left_early = member.left_early = True
         if self.open_round.weighed is None:
             self.open_round.answers.pop(member.rank, None)
         how = "rounds are judged" if is_validator else "rounds close" if self.policy.is_sync else "the run goes on"
@@ -107,9 +107,9 @@ class Coordinator(Course):
     def _may_start(self, now: float) -> bool:
         if self._validators_missing():
             return False
-        if not self.registry.missing():
-            return True
         there = len(attendance.live(self))
+        if not self.registry.missing():
+            return there > 0
         if self.policy.elastic:
             return there > 0
         # Whoever was left out before a restart of the server may never come back.

@@ -38,7 +38,7 @@ def state_of(run: "Course") -> dict[str, Any]:
                 "host": member.host,
                 "role": member.role.value,
                 "threads": member.threads,
-                "finished": member.finished,
+                "finished": member.left_early,  # a goodbye after the last step is no reason not to go on
                 "late_rounds": member.late_rounds,
                 "on_probation": member.on_probation,
                 "clock": member.clock,
@@ -81,7 +81,7 @@ def _restore_member(run: "Course", known: Mapping[str, Any], moved: int) -> None
     if not first <= rank < first + slots:
         return
     member = Member(rank, known["name"], known["host"], NO_INCARNATION, int(known["threads"]), role=role)
-    member.finished = bool(known["finished"])
+    member.finished = member.left_early = bool(known["finished"])
     member.late_rounds, member.on_probation = int(known["late_rounds"]), bool(known["on_probation"])
     member.clock, member.software = int(known["clock"]), str(known["software"])
     (registry.validators if role is Role.VALIDATOR else registry.members)[rank] = member

@@ -52,6 +52,7 @@ class Member:
         late_rounds: rounds in a row that closed without this worker because it took too long.
         on_probation: too many of them: it is not waited for until a push of it comes in time.
         since_step: the first round that counts on this worker: who joins in the middle takes part from the next.
+        left_early: it said bye before the last step: a run that goes on does not wait for it.
         software: on what its last process computed.
         clock: pushes of this worker that were answered; who returns starts at the slowest one's.
     """
@@ -75,6 +76,7 @@ class Member:
     on_probation: bool = False
     since_step: int = 0
     clock: int = 0
+    left_early: bool = False
     software: str = ""
 
     @property
@@ -209,7 +211,7 @@ class Registry:
             member.name, member.host, member.incarnation = granted.name, who.host, who.incarnation
             member.last_seq, member.last_applied, member.last_reason = 0, False, ""
         member.session, member.joined_at, member.finished = session, now, False
-        member.software = who.software
+        member.software, member.left_early = who.software, False
         member.lost_at, member.lost_reason, member.excused = None, "", False
         self._speakers[session] = member
         return member

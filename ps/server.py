@@ -32,6 +32,7 @@ from protocol.messages import (
 )
 from protocol.tokens import Grant
 from protocol.transport import Address, Listener
+from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement
 from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of, warm_up
@@ -57,6 +58,7 @@ from ps.instructions import (
     WeighAnswers,
 )
 from ps.metrics import TestResult
+from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
 from ps.policy import Phase
 from ps.record import Record
@@ -132,17 +134,19 @@ class ParameterServer:
         )
         self._record = Record(config.run_dir)
         self._narration = Narration(console)
-        self._ensemble = make_ensemble(config, initial_values)
+        ensemble = make_ensemble(config, initial_values)
         self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
-        self._agreement = Agreement(config, self._ensemble, initial_values, self._lock, self._cannot_hold)
+        self._agreement = Agreement(config, ensemble, initial_values, self._lock, self._cannot_hold)
+        self._members = None if ensemble is None else MembersMode(ensemble)
+        self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
         self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
         self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
         self._ended = threading.Event()
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
-        self._parts = Parts(self._coordinator, self._closer, self._record, self._agreement, self._ensemble)
+        self._parts = Parts(self._coordinator, self._closer, self._record, self._agreement, ensemble)
         if restored is not None:
             restore(self._parts, config, restored)
             course = self._coordinator
@@ -255,7 +259,7 @@ class ParameterServer:
         if self._checkpoints is not None:
             summary["checkpoint_step"] = self._checkpoints.last_step
             summary["checkpoint_failures"] = self._checkpoints.failures
-        return summary if self._ensemble is None else summary | {"ensemble": self._ensemble.summary()}
+        return {**summary, **self._mode.summary()}
 
     def final_values(self) -> dict[str, NDArray[Any]] | None:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
@@ -313,9 +317,8 @@ class ParameterServer:
     def push_arrived(self, session: Session, push: Push, check: PushCheck) -> None:
         """The payload of a push is in its slot; this may close the round."""
         with self._lock:
-            member, problem = self._coordinator.registry.of(session.number), ""
-            if self._ensemble is not None and member is not None:
-                problem = self._ensemble.problem_of(member.rank, push.labels)
+            member = self._coordinator.registry.of(session.number)
+            problem = "" if member is None else self._mode.problem_of(member.rank, push.labels)
             self._carry_out(
                 self._coordinator.push_arrived(
                     session.number, push, check.gradient_norm, check.bad_variable, time.monotonic(), problem
@@ -336,38 +339,34 @@ class ParameterServer:
         """A member's logits are here; those of the last member let all be weighed."""
         with self._lock:
             member = self._coordinator.registry.of(session.number)
-            if self._ensemble is None or member is None:
+            if self._members is None or member is None:
                 return
-            problem = self._ensemble.show(member.rank, payload, logits.labels)
+            problem = self._members.show(member.rank, payload, logits.labels)
             self._carry_out(self._coordinator.logits_arrived(session.number, logits, problem, time.monotonic()))
 
     def tested(self, session: Session, logits: TestLogits, payload: NDArray[np.uint8]) -> None:
         """A member has answered the test set at the values of a step."""
         with self._lock:
             member, course = self._coordinator.registry.of(session.number), self._coordinator
-            if self._ensemble is None or member is None or (logits.epoch, logits.step) != (self.epoch, course.step):
+            if self._members is None or member is None or (logits.epoch, logits.step) != (self.epoch, course.step):
                 return
-            self._ensemble.tested(member.rank, logits.step, payload, course.registry.active())
+            self._members.tested(member.rank, logits.step, payload, attendance.live(course))
             self._take_vote()
 
     def _take_vote(self) -> None:
-        if self._ensemble is not None and self._ensemble.votes is not None:
-            step, vote = self._ensemble.votes
-            self._record.metrics.tested(TestResult(step, float("nan"), vote.weighted))
+        result = self._mode.voted()
+        if result is not None:
+            self._record.metrics.tested(result)
 
     def initial_arrived(self, session: Session, buffer: NDArray[Any]) -> None:
         """Initial values are here."""
         with self._lock:
-            if not self._coordinator.may_initialise(session.number):
+            member = self._coordinator.registry.of(session.number)
+            if member is None or not self._coordinator.may_initialise(session.number):
                 return
-            assert self._store is not None
             problem = ""
             try:
-                member = self._coordinator.registry.of(session.number)
-                if self._ensemble is not None and self._ensemble.store is not None and member is not None:
-                    self._ensemble.store.initialise_part(member.rank, buffer)
-                else:
-                    self._store.initialise(buffer)
+                self._mode.initialise(member.rank, buffer)
             except NotFinite as error:
                 problem = str(error)
             self._carry_out(self._coordinator.initialised(session.number, problem, time.monotonic()))
@@ -390,14 +389,10 @@ class ParameterServer:
         that waits for the release of versions has the lock.
         """
         assert self._store is not None
-        member = None
-        if self._ensemble is not None:
-            with self._lock:
-                member = self._coordinator.registry.of(session.number)
+        with self._lock:
+            member = self._coordinator.registry.of(session.number)
         hold = self._store.hold(session.link.abort)
-        pieces = [hold.version.buffer]
-        if self._ensemble is not None and self._ensemble.store is not None and member is not None:
-            pieces = self._ensemble.store.part_of(hold.version.buffer, member.rank)
+        pieces = self._mode.pieces_of(hold.version.buffer, None if member is None else member.rank)
         return self._values(hold.version.step, reply), hold, pieces
 
     def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
@@ -434,8 +429,8 @@ class ParameterServer:
                     self.settle()  # a rule decides by all that it could learn, and a checkpoint has all of it
                     self._unsettled.append((instruction, self._close_round(instruction)))
                 case WeighAnswers(ranks=ranks):
-                    assert self._ensemble is not None
-                    self._ensemble.weigh(ranks)
+                    assert self._members is not None
+                    self._members.weigh(ranks)
                 case SendWeights():
                     self._post_weights(instruction)
                 case Reply(session=number) | AskInitial(session=number):
@@ -445,9 +440,8 @@ class ParameterServer:
                 case Announce(text, warning):
                     logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
                 case Finish():
-                    if self._ensemble is not None:
-                        self._ensemble.vote_now()
-                        self._take_vote()
+                    self._mode.vote_now()
+                    self._take_vote()
                     self._finish, self._finished_at = instruction, time.monotonic()
                     self.admissions.is_over = instruction.status is not Status.DONE
                     self._door.announce(instruction)
@@ -466,39 +460,30 @@ class ParameterServer:
             self.faults.at(Point.BEFORE_APPLY, _only_rank(closing), closing.step)
             closed = self._update(closing)
             self.faults.at(Point.AFTER_APPLY, _only_rank(closing), closing.step)
-        elif self._ensemble is not None:
-            self._ensemble.skip()
         else:
-            assert self._store is not None
-            self._store.skip()
+            self._mode.skip()
         if self._checkpoints is not None:
             self._checkpoints.round_closed(self._coordinator)
         return closed
 
     def _update(self, closing: CloseRound) -> Closed:
         """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
-        assert self._store is not None
-        if self._ensemble is not None:
-            weights = self._ensemble.close(closing)
-            self._take_vote()
-            return Closed(weights=weights)
-        closed = self._closer.close(self._store, closing, [self._name_of(c.rank) for c in closing.contributions])
+        closed = self._mode.close(closing, [self._name_of(c.rank) for c in closing.contributions])
         self._coordinator.alarmed = self._closer.wants_validation
+        self._take_vote()
         return closed
 
     def _post_weights(self, sending: SendWeights) -> None:
         session = self._door.session(sending.session)
-        if session is not None and self._ensemble is not None:
+        if session is not None and self._members is not None:
             message = Weights(self.epoch, self._coordinator.step, sending.seq)
-            session.post(Answered(message, self._ensemble.weights_for(sending.rank)))
+            session.post(Answered(message, self._members.weights_for(sending.rank)))
 
     def _name_of(self, rank: int) -> str:
         return self._coordinator.registry.members[rank].name
 
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
-        if self._ensemble is not None:
-            self._ensemble.learn()
-        self._closer.learn()
+        self._mode.learn()
         self._record.add(closing, closed, self._closer.rule, time.monotonic())
         if self._checkpoints is not None:
             self._checkpoints.take_due(self._parts)

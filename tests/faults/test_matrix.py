@@ -3,6 +3,7 @@
 `TABLE` says what must be true; docs/FAULTS.md shows it.
 """
 
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 
 from protocol.injection import GOES, Action, Point
 from protocol.messages import Side
-from tests.faults.scenes import MODES, VICTIM, Mode, Scene
+from tests.faults.scenes import ASYNC, MODES, SSP, VICTIM, WAIT, Mode, Scene
 from tests.integration.processes import ROOT
 
 SAME = "same bits"
@@ -84,14 +85,24 @@ def test_the_table_has_each_point_on_each_side():
     assert killed == {(side, point) for point, sides in GOES.items() for side in sides}
 
 
-def test_the_page_shows_the_table():
+def test_the_page_tells_what_each_row_comes_to():
+    """Each fault of the table is in one row of the page, and `same` stands where it is tested."""
     page = ROOT / "docs" / "FAULTS.md"
     if not page.exists():
         pytest.skip("the page is not written yet")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
-    assert ["event", *(mode.name for mode in MODES)] in lines
+    assert ["event", "reproduced by", *(mode.name for mode in MODES)] in [
+        [cell.replace("`", "") for cell in line] for line in lines
+    ]
+    rows = [line for line in lines if len(line) == 2 + len(MODES)]
     for row, outcomes in TABLE.items():
-        assert [row, *outcomes] in lines
+        if "`" not in row:
+            continue
+        side, verb, _, point = row.replace("`", "").split()
+        action = {"killed": "kill", "stopped": "stop"}[verb]
+        told = [line for line in rows if re.search(rf"{side[0].upper()} .*`{action}@{point}[`,]", line[1])]
+        assert len(told) == 1, f"the page has {len(told)} rows for {row}"
+        assert outcomes[0] == SAME and told[0][2].endswith("same"), row
 
 
 # ---- a worker ------------------------------------------------------------------------------------------
@@ -110,15 +121,16 @@ def test_a_killed_worker_that_is_started_again(processes, cell, attempt):
     scene.open(to_victim=f"kill@{cell.point},step={step}")
     scene.turn()
     scene.turn()
-    others_first = cell.point is Point.MID_REPLY and cell.mode.is_sync
-    if others_first:
-        scene.push(*scene.others())
-    scene.push(VICTIM)
+    # Its push closes the round that it gets the values of; a quorum has closed before the third push.
+    partners = [0] if cell.point is Point.MID_REPLY and cell.mode.is_sync else []
+    scene.push(*partners, VICTIM)
     scene.dies(scene.workers[VICTIM], f"kill at {cell.point}, rank {VICTIM}, step {step}")
     scene.server.says(rf"rank {VICTIM} \(worker-{VICTIM}\) is lost")
-    if others_first:
-        scene.answered(*scene.others())
-    returns(cell, scene, is_answered=others_first)
+    scene.answered(*partners)
+    if partners and cell.mode.quorum is not None:
+        scene.push(2)
+        scene.answered(2)
+    returns(cell, scene, is_answered=bool(partners))
 
 
 @cells("worker stopped")
@@ -156,7 +168,7 @@ def returns(cell: Cell, scene: Scene, is_answered: bool, stopped=None) -> None:
         case "left out until it returns":
             assert ranks[:4] == [both, both, without, without]
         case "counts; then left out":
-            assert ranks[:4] == [both, both, both, without]
+            assert ranks[:2] == [both, both] and VICTIM in ranks[2] and ranks[3] == without
         case "not applied; others go on":
             assert ranks[:lines_then] == [[0], [1], [0], [1], [0], [0], [0]]
         case "applied once; others go on":
@@ -183,7 +195,7 @@ def test_a_killed_server_that_is_started_again(processes, tmp_path, cell, attemp
     scene.open(inject=f"kill@{cell.point}{whose},step={step}", **kept)
     scene.turn()
     scene.turn()
-    scene.push(*(scene.workers if cell.mode is MODES[0] else [0, VICTIM] if cell.mode.is_sync else [VICTIM]))
+    scene.push(*(scene.workers if cell.mode is WAIT else [0, VICTIM] if cell.mode.is_sync else [VICTIM]))
     scene.dies(scene.server, f"kill at {cell.point},.* step {step}")
     scene.server = processes.again(scene.server, resume=True)
     scene.go()
@@ -196,6 +208,25 @@ def test_a_killed_server_that_is_started_again(processes, tmp_path, cell, attemp
         scene.is_same()
     elif cell.mode.name == "ssp":
         scene.is_bounded(since=resumed)
+
+
+# ---- the bound of ssp ----------------------------------------------------------------------------------
+
+
+def test_no_rank_runs_further_ahead_than_the_bound_and_who_is_held_is_told_for_whom(processes):
+    scene = Scene(processes, SSP)
+    scene.open(steps=14)
+    scene.push(VICTIM)
+    scene.answered(VICTIM)
+    scene.go(0)
+    scene.workers[0].says(r"rank 1 may not fall further behind; the others wait")
+    assert scene.workers[0].log.count("answered with step") == 2, (
+        "the answer to its third push is held: it is 2 ahead"
+    )
+    scene.go(VICTIM)
+    scene.ends_well()
+    assert scene.ranks()[:4] == [[1], [0], [0], [0]]
+    scene.is_bounded()
 
 
 # ---- connections ---------------------------------------------------------------------------------------
@@ -240,5 +271,5 @@ def test_a_connection_that_breaks_or_halts(processes, tmp_path, cell, attempt):
     elif cell.outcome == APPLIED_ONCE:
         assert sum(VICTIM in line for line in ranks) == row["pushes"]
         assert {number for slot, number in scene.applied() if slot == VICTIM} >= set(range(turns - 1))
-    if side is Side.WORKER and cell.mode in (MODES[0], MODES[3]):
+    if side is Side.WORKER and cell.mode in (WAIT, ASYNC):
         assert row["duplicates"] >= 1

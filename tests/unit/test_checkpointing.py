@@ -264,7 +264,7 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     with CheckpointDirectoryOf(tmp_path / "c") as directory:
         restored = directory.newest()
     del restored.state["closer"]
-    with pytest.raises(CheckpointError, match=r"step 3 cannot be used: 'closer'"):
+    with pytest.raises(CheckpointError, match=r"step 3 cannot be used: it says nothing of 'closer'"):
         Server(tmp_path / "c", restored)
 
 

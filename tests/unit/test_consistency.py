@@ -417,6 +417,25 @@ def test_a_run_restored_at_its_end_gives_the_final_values_to_all():
     assert again.finish == Finish(Status.DONE, "")
 
 
+def test_a_goodbye_after_the_last_step_is_no_reason_not_to_be_waited_for_when_the_run_goes_on():
+    run, zero, one = running(steps=1)
+    run.push(zero), run.push(one)
+    run.bye(zero), run.bye(one)
+    again = restarted(run)
+    again.join(Client(1))
+    assert again.coordinator.phase is Phase.GATHERING and again.coordinator.registry.missing() == [0]
+
+
+def test_a_run_that_all_have_left_goes_on_with_the_first_who_comes():
+    run, zero, one = running(steps=5)
+    run.bye(zero), run.bye(one)
+    again = restarted(run)
+    again.wait(1)
+    assert again.coordinator.phase is Phase.GATHERING
+    again.join(Client(1))
+    assert again.coordinator.phase is Phase.RUNNING
+
+
 def test_threads_and_names_outlive_a_restart():
     run, _zero, _one = running(steps=5)
     run.coordinator.registry.members[1].threads = 3
