@@ -94,6 +94,9 @@ class Coordinator(Course):
             self.open_round.answers.pop(member.rank, None)
         how = "rounds are judged" if is_validator else "rounds close" if self.policy.is_sync else "the run goes on"
         yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
+        left = len(attendance.active(self))
+        if not is_validator and self.policy.quorum is not None and 0 < left < self.policy.quorum:
+            yield Announce(f"the quorum of {self.policy.quorum} shrinks to {left}: no more can come", warning=True)
         if not attendance.active(self):
             yield from self._finish(
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"

@@ -220,9 +220,7 @@ def test_no_rank_runs_further_ahead_than_the_bound_and_who_is_held_is_told_for_w
     scene.answered(VICTIM)
     scene.go(0)
     scene.workers[0].says(r"rank 1 may not fall further behind; the others wait")
-    assert scene.workers[0].log.count("answered with step") == 2, (
-        "the answer to its third push is held: it is 2 ahead"
-    )
+    assert scene.workers[0].log.count("answered with step") == 2, "the third is held"
     scene.go(VICTIM)
     scene.ends_well()
     assert scene.ranks()[:4] == [[1], [0], [0], [0]]

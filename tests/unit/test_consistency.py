@@ -211,7 +211,7 @@ def test_below_a_quorum_shrink_goes_on_with_the_rest():
 
 def test_a_quorum_shrinks_with_those_who_have_left_on_purpose():
     run, zero, one, two = running(workers=3, steps=9, quorum=3)
-    run.bye(two)
+    assert "the quorum of 3 shrinks to 2" in texts(run.bye(two))
     run.push(zero)
     assert ranks_of(run.push(one)[1]) == [[0, 1]]
 
