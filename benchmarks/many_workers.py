@@ -37,7 +37,7 @@ class Shares:
         step_ms: median time of a step, over all ranks.
         slowest_ms: median time of a step of the rank for which it is longest.
         longest_ms: longest time that any rank has ever waited for an answer.
-        apart_ms: median over the steps, sync only, of the time from the first rank's answer to the last one's.
+        apart_ms: median over the steps of the time from the first rank's answer to the last one's; None in async.
         threads: of the server, at most.
         descriptors: of the server, at most.
         peak_bytes: memory of the server, at most.
@@ -47,7 +47,7 @@ class Shares:
     step_ms: float
     slowest_ms: float
     longest_ms: float
-    apart_ms: float
+    apart_ms: float | None
     threads: int
     descriptors: int
     peak_bytes: int
@@ -63,13 +63,13 @@ def shares_of(times_ns: Sequence[Sequence[int]], threads: int, descriptors: int,
     gaps = [step_times(times, skipped=1) for times in times_ns]
     medians = [statistics.median(own) for own in gaps]
     together = len({len(times) for times in times_ns}) == 1
-    apart = np.ptp(np.array(times_ns), axis=0)[1:] if together else np.full(1, np.nan)
+    apart = np.ptp(np.array(times_ns), axis=0)[1:] if together else None
     return Shares(
         pushes=tuple(len(times) - 1 for times in times_ns),
         step_ms=statistics.median(medians) / 1e6,
         slowest_ms=max(medians) / 1e6,
         longest_ms=max(max(own) for own in gaps) / 1e6,
-        apart_ms=float(np.median(apart)) / 1e6,
+        apart_ms=None if apart is None else float(np.median(apart)) / 1e6,
         threads=threads,
         descriptors=descriptors,
         peak_bytes=peak_bytes,
@@ -130,7 +130,7 @@ def row(consistency: str, shares: Shares) -> str:
     """Return a line of the table."""
     pushes = f"{min(shares.pushes)} to {max(shares.pushes)}"
     figures = [shares.step_ms, shares.slowest_ms, shares.longest_ms, shares.apart_ms]
-    cells = [consistency, pushes, *(f"{figure:.1f}" for figure in figures)]
+    cells = [consistency, pushes, *("" if figure is None else f"{figure:.1f}" for figure in figures)]
     cells += [str(shares.threads), str(shares.descriptors), f"{shares.peak_bytes / 1e6:.0f}"]
     return "| " + " | ".join([*cells, "yes" if shares.is_fair else "NO"]) + " |"
 

@@ -41,7 +41,7 @@ class Loss:
     """A worker was lost.
 
     Attributes:
-        seconds: until all others had an answer to a push that they sent after it.
+        seconds: until all others went on; see `goes_on_ns`.
         step_s: median time of a step before.
     """
 
@@ -130,6 +130,19 @@ def step_times(times_ns: Sequence[int], skipped: int = 5) -> list[int]:
     return [after - before for before, after in itertools.pairwise(times_ns[skipped:])]
 
 
+def goes_on_ns(times_ns: Sequence[int], lost_ns: int) -> int:
+    """Return when a worker goes on after another was lost: at the end of the longer of its first two waits.
+
+    The first may end soon, by a push of the lost worker that had arrived; then it is the second that may be long.
+
+    Args:
+        times_ns: of its first two answers after the loss.
+        lost_ns: moment of the loss.
+    """
+    first, second = times_ns[:2]
+    return first if first - lost_ns > second - first else second
+
+
 def losses(mode: Sequence[str], cuts_link: bool, heartbeat_timeout_s: float, trials: int) -> Iterator[Loss]:
     """Lose rank 2 of a run of three, some times, each in a run of its own.
 
@@ -166,9 +179,8 @@ def _lose(running: Processes, port: int, proxy: FaultProxy, cuts_link: bool) -> 
         proxy.swallow(*Way)
     else:
         running.started[lost].kill()
-    # The first answer may be to a push that was on its way.
     answers.wait("the next steps", lambda: answers.all_have(2, others, began_ns), [lost])
-    ends_ns = max(answers.times_after(name, began_ns)[1] for name in others)
+    ends_ns = max(goes_on_ns(answers.times_after(name, began_ns), began_ns) for name in others)
     return Loss((ends_ns - began_ns) / 1e9, answers.step_s(began_ns))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from worker import graph
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
-"""Which kernels TensorFlow computes with; read when it is imported."""
+"""Which kernels TensorFlow computes with; recorded, not set, for TensorFlow talks of it whenever it is set to 1."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ def load_data(config: WorkerConfig) -> Dataset:
     """Set what TensorFlow reads from the environment, and load the data."""
     # Before the data, since a file of the user's may import TensorFlow as well.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault(ONEDNN, "1")  # TensorFlow's default on x86 today; pinned, since bits depend on it
     if config.legacy_keras:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
     if config.fault is not None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -152,7 +152,14 @@ class Process:
 class ServerProcess(Process):
     """`python -m ps` on a port of its own."""
 
-    def __init__(self, name: str, directory: Path, options: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        options: dict[str, Any],
+        environment: dict[str, str],
+        under: Sequence[str] = (),
+    ) -> None:
         self.directory, self.options, self.environment = directory, options, environment
         self.port_file = directory / "port"
         self.export = directory / "final.safetensors"
@@ -165,7 +172,7 @@ class ServerProcess(Process):
             "summary": self.summary_file,
         }
         command = [sys.executable, "-m", "ps", *as_options(defaults | options)]
-        super().__init__(name, command, environment)
+        super().__init__(name, [*under, *command], environment)
 
     @property
     def port(self) -> int:
@@ -217,11 +224,14 @@ class Processes:
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self._environment |= {"PYTHONUNBUFFERED": "1"}
 
-    def server(self, env: dict[str, str] | None = None, **options: Any) -> ServerProcess:
-        """Start a server with these options (underscores for dashes); it listens on any free port of 127.0.0.1."""
+    def server(self, env: dict[str, str] | None = None, under: Sequence[str] = (), **options: Any) -> ServerProcess:
+        """Start a server with these options (underscores for dashes); it listens on any free port of 127.0.0.1.
+
+        `under` is a command that runs it: the words before its own.
+        """
         directory = self._directory / f"server-{len(self._started)}"
         directory.mkdir(mode=0o700)
-        return self._keep(ServerProcess("server", directory, options, self._environment | (env or {})))
+        return self._keep(ServerProcess("server", directory, options, self._environment | (env or {}), under))
 
     def again(self, server: ServerProcess, **changes: Any) -> ServerProcess:
         """Start a server that has ended once more: same port, files and options but for `changes`.
