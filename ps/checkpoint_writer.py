@@ -112,7 +112,8 @@ class CheckpointWriter:
             kind = _kind(error)
             if kind not in self._told:
                 self._told.add(kind)
-                logger.warning("%s; training goes on without it, and this reason is told once", error)
+                cure = "; make room, or give a lower --keep" if kind == "ENOSPC" else ""
+                logger.warning("%s; training goes on without it, and this reason is told once%s", error, cure)
         else:
             self.last_step = snapshot.step
 

@@ -86,8 +86,13 @@ class Checkpointing:
         return self._writer.last_step
 
     @property
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
+        """Whether a checkpoint is to be on the disk before anybody gets its values."""
         return self._config.checkpoint_every == 1
+
+    def wait(self) -> None:
+        """Wait until what has been taken is written."""
+        self._writer.wait()
 
     def accept_history(self) -> None:
         """Set aside checkpoints of later steps than the one that the run goes on from: they come again.
@@ -107,13 +112,13 @@ class Checkpointing:
     def round_closed(self, course: Coordinator) -> None:
         """Note where the run stands if a checkpoint is due; one that is being written delays the next."""
         self._is_due |= course.step % self._config.checkpoint_every == 0
-        if self._is_due and (self._waits or not self._writer.busy):
+        if self._is_due and (self.waits or not self._writer.busy):
             self._run_state = course_state.state_of(course)
 
     def take_due(self, parts: Parts) -> None:
         """Take what is due, before the next update changes it."""
         if self._run_state is not None:
-            if self._waits:
+            if self.waits:
                 self._writer.wait()
             self._take(parts)
 

@@ -223,7 +223,7 @@ OPTION_GROUPS = (
         _option("checkpoint_dir", "Directory of the checkpoints", unset="none kept", metavar="DIR"),
         _option(
             "checkpoint_every",
-            "Steps from one checkpoint to the next; 1 also waits for each to be written",
+            "Steps from one checkpoint to the next; with 1 workers get no values that are not on the disk",
             metavar="N",
         ),
         _option("keep", "Newest checkpoints that stay", metavar="N"),

@@ -428,6 +428,9 @@ class ParameterServer:
                 case CloseRound() | SkipRound():
                     self.settle()  # a rule decides by all that it could learn, and a checkpoint has all of it
                     self._unsettled.append((instruction, self._close_round(instruction)))
+                    if self._checkpoints is not None and self._checkpoints.waits:
+                        self.settle()  # nobody gets values that are not on the disk
+                        self._checkpoints.wait()
                 case WeighAnswers(ranks=ranks):
                     assert self._members is not None
                     self._members.weigh(ranks)

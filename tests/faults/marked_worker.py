@@ -21,8 +21,6 @@ from worker.client import Server
 PLACES = 17
 """Bits of a rank or process; those of three fit into a float64."""
 
-SIZE = 1000
-
 
 def mark(slot: int, number: int) -> float:
     """Return what a push adds to the sum of all that were applied."""
@@ -42,11 +40,12 @@ def main() -> int:
     parser.add_argument("--commanded", action="store_true")
     parser.add_argument("--inject")
     parser.add_argument("--variable", default="w")
+    parser.add_argument("--size", type=int, default=1000, help="elements of the variable")
     options = parser.parse_args()
     try:
         with worker.connect(
             options.address,
-            {options.variable: np.zeros(SIZE)},
+            {options.variable: np.zeros(options.size)},
             rank=options.rank,
             name=f"worker-{options.rank}",
             inject=options.inject,
@@ -74,7 +73,7 @@ def train(server: Server, options: argparse.Namespace) -> None:
             commanded = line != "go"
         by_push = options.by_push is not None
         bit = mark(options.by_push, number) if by_push else mark(server.rank, update.step)
-        update = server.push({options.variable: np.full(SIZE, bit)}, loss=1.0, examples=8)
+        update = server.push({options.variable: np.full(options.size, bit)}, loss=1.0, examples=8)
         number += 1
         values = update.values[options.variable]
         assert (values == values[0]).all(), "values of different steps in one answer"

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.faults.marked_worker import PLACES, mark
 from tests.integration.processes import Process, Processes, ServerProcess
 
@@ -62,12 +60,14 @@ class Scene:
     Attributes:
         processes: starts them.
         mode: how they train.
+        address: of a proxy before the server, or empty.
         workers: by rank.
         answers: how often each of them was answered so far.
     """
 
     processes: Processes
     mode: Mode
+    address: str = ""
     server: ServerProcess = field(init=False)
     workers: dict[int, Process] = field(default_factory=dict)
     answers: Counter[int] = field(default_factory=Counter)
@@ -87,12 +87,12 @@ class Scene:
         for worker in self.workers.values():
             worker.says("begins with step 0")
 
-    def start(self, rank: int, inject: str | None = None, slot: int | None = None) -> Process:
-        words = ["--rank", rank, "--commanded", *(["--inject", inject] if inject else [])]
+    def start(self, rank: int, inject: str | None = None, slot: int | None = None, *more: object) -> Process:
+        words = ["--rank", rank, "--commanded", *(["--inject", inject] if inject else []), *more]
         if not self.mode.is_sync:
             words += ["--by-push", rank if slot is None else slot]
-        name = f"marked worker {rank}"
-        worker = self.processes.python(name, "-m", "tests.faults.marked_worker", self.server.address, *words)
+        name, address = f"marked worker {rank}", self.address or self.server.address
+        worker = self.processes.python(name, "-m", "tests.faults.marked_worker", address, *words)
         self.workers[rank], self.answers[rank] = worker, 0
         return worker
 
@@ -197,10 +197,3 @@ class Scene:
 def checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints that are there."""
     return sorted(int(path.name.split("-")[1]) for path in directory.glob("step-*") if path.suffix != ".abandoned")
-
-
-def assert_same_values(one: ServerProcess, other: ServerProcess) -> None:
-    ours, theirs = one.values(), other.values()
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)

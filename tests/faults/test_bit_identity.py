@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from tests.faults.supervision import run_through
@@ -116,8 +117,9 @@ def small_images(path):
     """Save a data set of the shape of CIFAR-10."""
     draw = np.random.default_rng(1)
     images, labels = draw.integers(0, 256, (120, 32, 32, 3), np.uint8), np.arange(120) % 10
-    parts = {"x_train": images[:100], "y_train": labels[:100], "x_test": images[100:], "y_test": labels[100:]}
-    np.savez(path, **parts)
+    kinds = {"train": slice(0, 100), "test": slice(100, 120)}
+    parts = {f"{kind}_features": images[part] for kind, part in kinds.items()}
+    np.savez(path, **parts, **{f"{kind}_labels": labels[part] for kind, part in kinds.items()})
     return f"npz:{path}"
 
 
@@ -144,8 +146,7 @@ def test_a_kill_of_the_server_and_one_of_a_worker_change_no_bit_of_a_tensorflow_
 def test_a_kill_of_the_server_and_one_of_a_member_change_no_bit_of_an_ensemble(processes, tmp_path, weighting):
     def member(rank):
         def start(address, fault):
-            died = ["--die", fault.split("=")[1]] if fault else []
-            command = ("tests/integration/light_member.py", address, rank, "--shared", *died)
+            command = ("-m", "tests.faults.failing_member", fault or "", address, rank, "--shared")
             return processes.python(f"member {rank}", *command)
 
         return start
@@ -154,6 +155,7 @@ def test_a_kill_of_the_server_and_one_of_a_member_change_no_bit_of_an_ensemble(p
     options |= {"learning_rate": 0.05, "weighting": weighting}
     clients = {f"rank {rank}": (member(rank), []) for rank in range(WORKERS)}
     undisturbed = run_through(processes, options, [], clients)
+    clients["rank 1"] = (member(1), ["kill@mid-push,step=4"])
     kept = {"checkpoint_dir": tmp_path / "kept", "checkpoint_every": 2}
     server = run_through(processes, options | kept, ["kill@before-apply,step=8"], clients)
     assert_nothing_was_lost(server, 12)

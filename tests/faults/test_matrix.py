@@ -1,12 +1,13 @@
 """The matrix of faults over real processes: each point of a step, on each side, in each mode.
 
-`TABLE` says what must be true; docs/FAULTS.md shows it.
+`TABLE` says what must be true; docs/FAULTS.md tells it at more length.
 """
 
 import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import pytest
 
@@ -15,21 +16,27 @@ from protocol.messages import Side
 from tests.faults.scenes import ASYNC, MODES, SSP, VICTIM, WAIT, Mode, Scene
 from tests.integration.processes import ROOT
 
-SAME = "same bits"
-OUT = "left out until it returns"
-COUNTS = "counts; then left out"
-NOT_APPLIED = "not applied; others go on"
-ONCE = "applied once; others go on"
-AGAIN = "done again from the checkpoint"
-AT_MOST = "counts at most once"
-APPLIED_ONCE = "applied once"
 
-BEFORE = (SAME, OUT, OUT, NOT_APPLIED, NOT_APPLIED)
-AFTER = (SAME, COUNTS, COUNTS, ONCE, ONCE)
-RESUMED = (SAME, SAME, AGAIN, AGAIN, AGAIN)
-REPEATED = (SAME, AT_MOST, AT_MOST, APPLIED_ONCE, APPLIED_ONCE)
+class Outcome(StrEnum):
+    """What must be true afterwards."""
 
-TABLE: dict[str, tuple[str, ...]] = {
+    SAME = "same bits"
+    OUT = "left out until it returns"
+    COUNTS = "counts; then left out"
+    NOT_APPLIED = "not applied; others go on"
+    ONCE = "applied once; others go on"
+    AGAIN = "done again from the checkpoint"
+    AT_MOST_ONCE = "counts at most once"
+    EACH_ONCE = "applied once"
+
+
+SAME = Outcome.SAME
+BEFORE = (SAME, Outcome.OUT, Outcome.OUT, Outcome.NOT_APPLIED, Outcome.NOT_APPLIED)
+AFTER = (SAME, Outcome.COUNTS, Outcome.COUNTS, Outcome.ONCE, Outcome.ONCE)
+RESUMED = (SAME, SAME, Outcome.AGAIN, Outcome.AGAIN, Outcome.AGAIN)
+REPEATED = (SAME, Outcome.AT_MOST_ONCE, Outcome.AT_MOST_ONCE, Outcome.EACH_ONCE, Outcome.EACH_ONCE)
+
+TABLE: dict[str, tuple[Outcome, ...]] = {
     "worker killed at `before-push`": BEFORE,
     "worker killed at `mid-push`": BEFORE,
     "worker killed at `after-push`": AFTER,
@@ -52,7 +59,7 @@ class Cell:
 
     row: str
     mode: Mode
-    outcome: str
+    outcome: Outcome
 
     @property
     def point(self) -> Point:
@@ -102,7 +109,7 @@ def test_the_page_tells_what_each_row_comes_to():
         action = {"killed": "kill", "stopped": "stop"}[verb]
         told = [line for line in rows if re.search(rf"{side[0].upper()} .*`{action}@{point}[`,]", line[1])]
         assert len(told) == 1, f"the page has {len(told)} rows for {row}"
-        assert outcomes[0] == SAME and told[0][2].endswith("same"), row
+        assert outcomes[0] is SAME and told[0][2].endswith("same"), row
 
 
 # ---- a worker ------------------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ def returns(cell: Cell, scene: Scene, is_answered: bool, stopped=None) -> None:
     alone = 3 if not cell.mode.is_sync else 2 - is_answered if cell.mode.leaves_out else 0
     for _ in range(alone):
         scene.others_push()
-    lines_then = scene.mode.turned + (cell.outcome == ONCE) + alone
+    lines_then = scene.mode.turned + (cell.outcome is Outcome.ONCE) + alone
     if stopped is not None:
         stopped.send(signal.SIGCONT)
         scene.server.says(rf"rank {VICTIM} \(worker-{VICTIM}\) on \S+ has returned")
@@ -163,15 +170,15 @@ def returns(cell: Cell, scene: Scene, is_answered: bool, stopped=None) -> None:
     both, without = [0, VICTIM], [rank for rank in range(cell.mode.workers) if rank != VICTIM]
     ranks = scene.ranks()
     match cell.outcome:
-        case "same bits":
+        case Outcome.SAME:
             scene.is_same()
-        case "left out until it returns":
+        case Outcome.OUT:
             assert ranks[:4] == [both, both, without, without]
-        case "counts; then left out":
+        case Outcome.COUNTS:
             assert ranks[:2] == [both, both] and VICTIM in ranks[2] and ranks[3] == without
-        case "not applied; others go on":
+        case Outcome.NOT_APPLIED:
             assert ranks[:lines_then] == [[0], [1], [0], [1], [0], [0], [0]]
-        case "applied once; others go on":
+        case Outcome.ONCE:
             assert ranks[:lines_then] == [[0], [1], [0], [1], [1], [0], [0], [0]]
     if cell.mode.name == "sync, shrink":
         assert ranks[4:] == [both], "it takes part again"
@@ -204,7 +211,7 @@ def test_a_killed_server_that_is_started_again(processes, tmp_path, cell, attemp
     if cell.point is Point.MID_CHECKPOINT:
         assert resumed == (step if part == "parent" else step - 1)
     assert step - 3 <= resumed <= step
-    if cell.outcome == SAME:
+    if cell.outcome is SAME:
         scene.is_same()
     elif cell.mode.name == "ssp":
         scene.is_bounded(since=resumed)
@@ -264,9 +271,9 @@ def test_a_connection_that_breaks_or_halts(processes, tmp_path, cell, attempt):
         what, where = fault.split(",")[0].split("@")
         said.says(f"^injected: {what} at {where}")
     ranks, row = scene.ranks(), scene.server.summary()["workers"][VICTIM]
-    if cell.outcome == SAME:
+    if cell.outcome is SAME:
         scene.is_same()
-    elif cell.outcome == APPLIED_ONCE:
+    elif cell.outcome is Outcome.EACH_ONCE:
         assert sum(VICTIM in line for line in ranks) == row["pushes"]
         assert {number for slot, number in scene.applied() if slot == VICTIM} >= set(range(turns - 1))
     if side is Side.WORKER and cell.mode in (WAIT, ASYNC):
