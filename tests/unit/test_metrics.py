@@ -146,6 +146,7 @@ def test_the_summary_has_all_counters_by_rank_and_is_json():
             "name": "site-0",
             "weight": 0.5,
             "threads": 2,
+            "software": "",
             "pushes": 1,
             "rejected": 0,
             "stale": 0,
