@@ -158,6 +158,7 @@ def test_the_summary_has_all_counters_by_rank_and_is_json():
             "name": "site-1",
             "weight": 0.5,
             "threads": 3,
+            "software": "",
             "pushes": 2,
             "rejected": 1,
             "stale": 1,
