@@ -13,6 +13,8 @@ for argument in "$@"; do
         arguments+=("$argument")
     fi
 done
+# All of them share the CPUs: most wait for processes that start. A few run one by one, as pytest is used to.
+if [ "${#arguments[@]}" -eq 0 ]; then selection+=(--numprocesses=auto --maxprocesses=4); fi
 prepare_environment dev
 cd "$ROOT"
 # pytest ends with 5 when no test ran: an error like any other.
