@@ -5,6 +5,8 @@ damage. It does not guard against somebody who edits a file on purpose.
 """
 
 import errno
+import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,15 @@ SLICE_BYTES = 4 << 20
 MAX_BUFFERS = 512
 """Given to one call; the system takes 1024."""
 
+DIRECT_BYTES = 1 << 20
+"""Files from this size on go straight to the disk where it can be: through the page cache they cost fresh pages each
+time, 130 to 970 ms of CPU per 300 MB as measured, against 70, and nobody reads them again."""
+
+PAGE_BYTES = 4096
+"""What is written straight to a disk begins and ends at multiples of this."""
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -40,25 +51,88 @@ def checksum_of(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def create_file(path: Path) -> int:
-    """Make a file that only the owner may read, and return its descriptor; one that is there is an error."""
+def create_file(path: Path, size_bytes: int = 0) -> int:
+    """Make a file that only the owner may read, and return its descriptor; one that is there is an error.
+
+    Args:
+        path: of the file.
+        size_bytes: that will be written to it.
+    """
+    if size_bytes >= DIRECT_BYTES and _DIRECT:
+        try:
+            return os.open(path, _NEW_FILE | _DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has no such way
+                raise
+            path.unlink(missing_ok=True)
     return os.open(path, _NEW_FILE, 0o600)
 
 
 def write_buffers(descriptor: int, buffers: Iterable[memoryview]) -> Content:
-    """Write buffers of bytes one after another, straight from their memory. The file is not synced.
+    """Write buffers of bytes one after another. The file is not synced.
 
     Raises:
         OSError: the system refuses.
     """
     checksum = xxhash.xxh3_128()
     size_bytes = 0
+    stage = _Stage(descriptor) if fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT else None
     for batch in _batches(buffers):
         for part in batch:
             checksum.update(part)
             size_bytes += len(part)
-        _write_all(descriptor, batch)
+        if stage is None:
+            _write_all(descriptor, batch)
+        else:
+            stage.add(batch)
+    if stage is not None:
+        stage.finish()
     return Content(size_bytes, checksum.hexdigest())
+
+
+class _Stage:
+    """Memory at a page's start, in which the bytes of a file are gathered that go straight to the disk."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(-1, SLICE_BYTES)
+        self._array = np.frombuffer(self._memory, np.uint8)
+        self._filled = 0
+        self._written = 0
+
+    def add(self, parts: list[memoryview]) -> None:
+        """Gather some parts, and write when the memory is full."""
+        for part in parts:
+            source, start = np.frombuffer(part, np.uint8), 0
+            while start < source.size:
+                count = min(source.size - start, SLICE_BYTES - self._filled)
+                np.copyto(self._array[self._filled : self._filled + count], source[start : start + count])
+                self._filled += count
+                start += count
+                if self._filled == SLICE_BYTES:
+                    self._write(SLICE_BYTES)
+
+    def finish(self) -> None:
+        """Write what is left: whole pages, and then the file is cut to its length."""
+        if self._filled:
+            end = self._written + self._filled
+            padded = -(-self._filled // PAGE_BYTES) * PAGE_BYTES
+            self._array[self._filled : padded] = 0
+            self._write(padded)
+            os.ftruncate(self._descriptor, end)
+
+    def _write(self, count: int) -> None:
+        done = 0
+        while done < count:
+            written = os.writev(self._descriptor, [self._array.data[done:count]])
+            done += written
+            if (
+                done < count and done % PAGE_BYTES
+            ):  # the disk is nearly full: the rest may fit another way, or fails
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        self._written += count
+        self._filled = 0
 
 
 def read_checked(path: Path, expected: Content) -> NDArray[np.uint8]:

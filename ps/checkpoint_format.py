@@ -154,7 +154,7 @@ def write_into(
     with contextlib.ExitStack() as files:
         descriptors = []
         for name, buffers in parts.items():
-            descriptors.append(create_file(directory / name))
+            descriptors.append(create_file(directory / name, sum(len(buffer) for buffer in buffers)))
             files.callback(os.close, descriptors[-1])
             contents[name] = write_buffers(descriptors[-1], buffers)
             if len(contents) == 1:
