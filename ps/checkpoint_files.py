@@ -26,8 +26,8 @@ MAX_BUFFERS = 512
 """Given to one call; the system takes 1024."""
 
 DIRECT_BYTES = 1 << 20
-"""Files from this size on go straight to the disk where it can be: through the page cache they cost fresh pages each
-time, 130 to 970 ms of CPU per 300 MB as measured, against 70, and nobody reads them again."""
+"""Files from this size on go straight to the disk where it can be: through the page cache they cost fresh pages
+each time, 130 to 970 ms of CPU per 300 MB as measured, against 70, and nobody reads them again."""
 
 PAGE_BYTES = 4096
 """What is written straight to a disk begins and ends at multiples of this."""
