@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from protocol.arena import aligned_empty
 
 SLICE_BYTES = 16 << 20
-"""Written or read by one call. Each call waits for the interpreter lock, which sessions hold: with few calls a checkpoint
-is written sooner, and the larger caches still have what the checksum has seen."""
+"""Written or read by one call. Each call waits for the interpreter lock, which sessions hold: with few calls a
+checkpoint is written sooner, and the larger caches still have what the checksum has seen."""
 
 MAX_BUFFERS = 512
 """Given to one call; the system takes 1024."""
