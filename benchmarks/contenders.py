@@ -116,6 +116,23 @@ class Weighmaster:
 
 
 @dataclass(frozen=True)
+class Secured(Weighmaster):
+    """The product over TLS 1.3, with certificates of a test authority."""
+
+    name: str = "weighmaster-tls"
+
+    def server_command(self, work: Workload, port_file: Path) -> list[str]:
+        """Return the command line of the server."""
+        files = make_authority()
+        own = ["--tls-cert", str(files / "server.pem"), "--tls-key", str(files / "server.key")]
+        return [*super().server_command(work, port_file), *own]
+
+    def worker_command(self, work: Workload, port: int, rank: int) -> list[str]:
+        """Return the command line of one worker."""
+        return [*super().worker_command(work, port, rank), "--tls-ca", str(make_authority() / "ca.pem")]
+
+
+@dataclass(frozen=True)
 class Judged(Weighmaster):
     """The product with a validator in every round and a rule that judges by it; gradients have something in common.
 
@@ -167,6 +184,7 @@ class Pickle:
 KNOWN: dict[str, Callable[[], Contender]] = {
     "wire": Wire,
     "weighmaster": Weighmaster,
+    "weighmaster-tls": Secured,
     "pickle": Pickle,
     "evidence": lambda: Judged("evidence", "evidence"),
     "master": Judged,
@@ -218,3 +236,20 @@ def compile_wire() -> Path:
     except subprocess.CalledProcessError as error:
         raise BenchmarkError(f"cc refused wire.c:\n{error.stderr}") from error
     return program
+
+
+@functools.cache
+def make_authority() -> Path:
+    """Make a test authority, once per process; returns the directory of its files.
+
+    Raises:
+        BenchmarkError: openssl is not there, or refused.
+    """
+    directory = tempfile.mkdtemp(prefix="weighmaster-tls-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    script = Path(__file__).parents[1] / "scripts" / "make_test_ca.sh"
+    try:
+        subprocess.run([str(script), directory], check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        raise BenchmarkError(f"no certificates could be made: {error.stderr}") from error
+    return Path(directory)

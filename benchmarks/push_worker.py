@@ -16,7 +16,8 @@ from benchmarks.workload import checksum, gradients_of, initial_values
 @click.option(
     "--alike", is_flag=True, help="Let all gradients have half in common, so that a rule finds something."
 )
-def main(port: int, rank: int | None, parameters: int, alike: bool) -> None:
+@click.option("--tls-ca", help="File of the authority of the server's certificate; without it there is no TLS.")
+def main(port: int, rank: int | None, parameters: int, alike: bool, tls_ca: str | None) -> None:
     """Push the same gradient in every step until the server says done."""
     gradients = gradients_of(parameters, -1 if rank is None else rank)
     if alike:
@@ -25,7 +26,8 @@ def main(port: int, rank: int | None, parameters: int, alike: bool) -> None:
     returned_ns = []
     role = "validator" if rank is None else "worker"
     address = f"127.0.0.1:{port}"
-    with worker.connect(address, variables=initial_values(parameters), rank=rank, role=role) as server:
+    initial = initial_values(parameters)
+    with worker.connect(address, variables=initial, rank=rank, role=role, tls_ca=tls_ca) as server:
         update = server.pull()
         while not update.done:
             update = server.push(gradients, loss=1.0, accuracy=0.5, examples=32)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from protocol.connection import Connection
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import Message, Side
+from protocol.tls import Unsecured, begins_tls
 from protocol.transport import GRACE_S, Channel, Deadline, Patience, Wake
 
 RECEIVE_BLOCK = 1 << 22
@@ -38,6 +39,22 @@ class Link:
     def peer(self) -> str:
         """Address of the peer, for messages."""
         return self.channel.peer
+
+    @property
+    def certificate(self) -> bytes:
+        """SHA-256 of the server's TLS certificate, which both proofs cover; empty without TLS."""
+        return self.channel.certificate
+
+    def secure(self, deadline: Deadline) -> None:
+        """Make the channel secret and tamper-proof, before the first message; does nothing without TLS.
+
+        Raises:
+            Unsecured: server: no agreement with this client.
+            Refused: client: the server is not the one that is meant, or speaks no TLS.
+            NetworkError: the connection broke, or the deadline has passed.
+        """
+        self.channel.secure(Patience(0, self.silence_s, deadline.left_s))
+        self.heard_at = time.monotonic()
 
     def send(
         self,
@@ -93,7 +110,7 @@ class Link:
 
         Raises:
             NetworkError: the peer closed, fell silent or is too slow.
-            RemoteProtocolError: it said what it may not say here.
+            RemoteProtocolError: it said what it may not say here; `Unsecured` if it speaks TLS where we do not.
         """
         # The peer may be silent before a frame, and then has its time for the prefix.
         patience = Patience(0, self.silence_s, self.silence_s + GRACE_S if deadline is None else deadline.left_s)
@@ -101,7 +118,12 @@ class Link:
             piece = bytearray(self.connection.needed)
             self.channel.receive_into(memoryview(piece), patience)
             self.heard_at = time.monotonic()
-            message = self.connection.feed(bytes(piece))
+            try:
+                message = self.connection.feed(bytes(piece))
+            except RemoteProtocolError as error:
+                if begins_tls(piece):
+                    raise self._met_tls(error) from error
+                raise
             if message is not None:
                 return message
             if deadline is None:  # a header with a manifest may take as long as its size allows
@@ -158,6 +180,14 @@ class Link:
             self.heard_at = time.monotonic()
             left -= block.nbytes
         self.connection.payload_received()
+
+    def _met_tls(self, error: RemoteProtocolError) -> Unsecured:
+        if self.connection.side is Side.WORKER:
+            return Unsecured(f"{error}: it speaks TLS, so give --tls-ca or --tls-fingerprint")
+        return Unsecured(
+            f"{error}: it speaks TLS, and this server has no --tls-cert",
+            answer="this server speaks no TLS: start it with --tls-cert and --tls-key, or call it without TLS",
+        )
 
     def abort(self) -> None:
         """Cut the connection, from any thread."""

@@ -89,9 +89,18 @@ class Patience:
 
 
 class Channel(Protocol):
-    """Bytes to and from one peer. Plain TCP and TLS stand behind this same interface."""
+    """Bytes to and from one peer. Plain TCP and TLS stand behind this same interface.
+
+    Attributes:
+        peer: its address, for messages.
+        certificate: SHA-256 of the server's TLS certificate, once it is known; empty without TLS.
+    """
 
     peer: str
+    certificate: bytes
+
+    def secure(self, patience: Patience) -> None:
+        """Shake hands, before anything else is sent or received; without TLS there is nothing to do."""
 
     def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
         """Send all buffers in order."""
@@ -145,6 +154,7 @@ class PlainChannel:
 
     def __init__(self, sock: socket.socket, peer: str, congestion_control: str) -> None:
         self.peer = peer
+        self.certificate = b""
         self._socket = sock
         sock.settimeout(None)
         tick = struct.pack("@ll", int(TICK_S), 0)
@@ -155,6 +165,9 @@ class PlainChannel:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._woken_by: int | None = None  # a number, since the wake itself may be closed by the next wait
+
+    def secure(self, patience: Patience) -> None:
+        """Do nothing: there is no TLS here."""
 
     def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
         """Send all buffers in order; partial sends are resumed.
@@ -204,6 +217,24 @@ class PlainChannel:
             patience.moved()
             if got < view.nbytes:
                 patience.check(self.peer)
+
+    def receive_some(self, view: memoryview, patience: Patience) -> int:
+        """Receive what there is, at least one byte, into `view`; return the number, 0 at the end of the stream.
+
+        Raises:
+            ConnectionLost: the connection broke.
+            PeerSilent: the peer sends nothing.
+        """
+        while True:
+            try:
+                count = self._socket.recv_into(view)
+            except BlockingIOError:
+                patience.check(self.peer)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            patience.moved()
+            return count
 
     def wait(self, timeout_s: float, wake: Wake | None = None) -> bool:
         """Wait until bytes (or the end of the stream) can be read; `wake` or the time-out return False."""
@@ -296,7 +327,7 @@ def _milliseconds(timeout_s: float) -> int:
     return int(min(max(timeout_s, 0.0) * 1000, LONGEST_POLL_MS))
 
 
-def connect(address: Address, timeout_s: float, congestion_control: str = "auto") -> Channel:
+def connect(address: Address, timeout_s: float, congestion_control: str = "auto") -> PlainChannel:
     """Open a connection, resolving the name anew.
 
     Raises:
@@ -354,7 +385,7 @@ class Listener:
         self._socket.setblocking(False)
         self.address = Address(*self._socket.getsockname()[:2])
 
-    def accept(self, timeout_s: float, wake: Wake | None = None) -> Channel | None:
+    def accept(self, timeout_s: float, wake: Wake | None = None) -> PlainChannel | None:
         """Return the next connection, or None when the time is over or `wake` was set.
 
         Raises:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,10 @@ logger = logging.getLogger("weighmaster.ps")
 class _ToConsole(logging.Handler):
     """Writes log records as lines above the progress line."""
 
-    def __init__(self, console: "Console") -> None:
+    def __init__(self, console: "Console", formatter: logging.Formatter) -> None:
         super().__init__()
         self._console = console
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -47,11 +48,11 @@ def serve(config: "ServerConfig") -> int:
     from protocol.injection import Plan
     from protocol.injector import Faults
     from protocol.messages import Side
-    from ps.console import Console
+    from ps.log_format import formatter_of, open_console
 
     plan = Plan.parse(config.inject, Side.SERVER)
-    console = Console(config.steps, sys.stdout)
-    handler = _ToConsole(console)
+    console = open_console(config.steps, sys.stdout, config.log_format)
+    handler = _ToConsole(console, formatter_of(config.log_format))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -135,13 +136,23 @@ def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "F
         outcome.write_summary(summary_path, summary)
     if finish.status is not Status.DONE:
         also = f"; and the last {unkept}" if unkept else ""
-        with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
-            print(f"{PROGRAM}: the run ended at step {summary['steps']}: {finish.reason}{also}", file=sys.stderr)
-        return unkept.exit_code if unkept else server.exit_code(finish)
+        reason = f"the run ended at step {summary['steps']}: {finish.reason}{also}"
+        code = unkept.exit_code if unkept else server.exit_code(finish)
+        _say_ended(config, reason, finish.status, code, summary["steps"])
+        return code
     logger.info("%s; summary in %s", _in_short(summary), summary_path)
     if unkept is not None:
         raise unkept
     return server.exit_code(finish)
+
+
+def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode, step: int) -> None:
+    from ps.log_format import ended
+
+    with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
+        if config.log_format == "json":
+            print(ended(time.time(), status, reason, code, step), flush=True)
+        print(f"{PROGRAM}: {reason}", file=sys.stderr)
 
 
 def inspect(path: "Path") -> int:
@@ -189,7 +200,10 @@ def _warn_of_exposure(config: "ServerConfig") -> None:
 
     if config.insecure:
         logger.warning("WARNING: --insecure admits anyone who can reach this port")
-    if not is_loopback(config.host):
+    if config.tls is not None:
+        asked = "; clients must show a certificate too" if config.tls.asks_clients else ""
+        logger.info("TLS 1.3%s; fingerprint of the certificate: %s", asked, config.tls.certificate.hex())
+    elif not is_loopback(config.host):
         logger.warning("WARNING: the traffic is neither secret nor tamper-proof; use a network that you trust")
 
 

@@ -55,6 +55,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "weight_acts_on": ("gradient", "update"),
     "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "exponential", "cosine"),
+    "log_format": ("text", "json"),
 }
 """The values of every option that takes one of a few words."""
 
@@ -128,6 +129,10 @@ NEEDS: tuple[Need, ...] = (
     Need("decay_rate", "schedule", ("exponential",)),
     Need("staircase", "schedule", ("exponential",)),
     *(Need(option, "checkpoint_dir") for option in ("checkpoint_every", "keep", "resume")),
+    *(Need(option, "status_port") for option in ("status_host", "status_port_file")),
+    Need("tls_cert", "tls_key"),
+    Need("tls_key", "tls_cert"),
+    Need("tls_ca", "tls_cert"),
 )
 
 
@@ -167,6 +172,7 @@ _STEPS = Bounds(low=1, high=10**15)
 
 BOUNDS: Mapping[str, Bounds] = {
     "port": Bounds(low=0, high=65535),
+    "status_port": Bounds(low=0, high=65535),
     "workers": Bounds(low=1, high=MAX_WORKERS),
     "evaluators": Bounds(low=0, high=1024),
     "validators": Bounds(low=0, high=64),

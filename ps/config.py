@@ -3,11 +3,13 @@
 import re
 from dataclasses import MISSING, dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from protocol.certificates import ServerTls
 from protocol.errors import ConfigurationError
-from protocol.transport import is_loopback
+from ps.access import check_access
 from ps.combinations import (
     AT_EACH_PUSH,
     BOUNDS,
@@ -108,6 +110,14 @@ class ServerConfig:
         summary: where to write what became of the run.
         token_file: `name role rank token` lines; None: no proof is asked for.
         insecure: listen on any address without tokens.
+        tls_cert: certificate of the server, PEM, with those between it and its authority; None: no TLS.
+        tls_key: its key, PEM.
+        tls_ca: authority of which clients must show a certificate, PEM; None: they need none.
+        status_host: address of the status page; one that is not loopback needs `token_file` or `insecure`.
+        status_port: its TCP port; 0 takes any that is free; None: there is no page.
+        status_port_file: where to write that port once it is served.
+        log_format: of the console's lines, sentences (`text`) or an object in each (`json`).
+        tensorboard: directory for TensorBoard's event files; None: none are written.
         max_memory: the server refuses to start above this.
         max_model_bytes: largest set of variables that a worker may declare.
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
@@ -173,6 +183,14 @@ class ServerConfig:
     summary: Path | None = None
     token_file: Path | None = None
     insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    status_host: str = "127.0.0.1"
+    status_port: int | None = None
+    status_port_file: Path | None = None
+    log_format: str = "text"
+    tensorboard: Path | None = None
     max_memory: int = field(default_factory=lambda: int(MEMORY_SHARE * memory_limit_bytes()))
     max_model_bytes: int = 8 << 30
     congestion_control: str = "auto"
@@ -197,7 +215,7 @@ class ServerConfig:
         self._check_membership()
         self._check_needs()
         self._check_pairs()
-        self._check_access()
+        check_access(self)
         if not re.fullmatch(r"[a-z0-9_-]{1,15}", self.congestion_control):
             raise ConfigurationError(
                 f"--congestion-control must be auto, system or a name that the kernel knows, such as reno, "
@@ -258,6 +276,13 @@ class ServerConfig:
             return self.faulty_workers
         needed_beside = 1 if self.aggregation == "trimmed_mean" else 3
         return max(0, ((self.quorum or self.ranks) - needed_beside) // 2)
+
+    @cached_property
+    def tls(self) -> ServerTls | None:
+        """The server's side of TLS, from its files; None without. They were read, and found good, at the start."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
     def decay_of_weights(self) -> float | None:
@@ -338,7 +363,8 @@ class ServerConfig:
         if self.export is not None and self.export.suffix != ".safetensors":
             raise ConfigurationError(f"--export must name a file that ends in .safetensors, not {self.export}")
         taken: dict[Path, str] = {}
-        for name in ("port_file", "init", "export", "summary", "token_file", "checkpoint_dir"):
+        files = ("port_file", "status_port_file", "init", "export", "summary", "token_file")
+        for name in (*files, "checkpoint_dir", "tensorboard"):
             path = getattr(self, name)
             if path is not None and taken.setdefault(path, name) != name:
                 raise ConfigurationError(
@@ -359,15 +385,6 @@ class ServerConfig:
                 f"--aggregation {self.aggregation} needs at least {needed} workers to stand {faulty} bad ones, "
                 f"{option_name(limit)} is {getattr(self, limit)}: "
                 "take more workers, a lower --faulty-workers or another rule"
-            )
-
-    def _check_access(self) -> None:
-        if self.insecure and self.token_file is not None:
-            raise ConfigurationError("--insecure and --token-file exclude each other: give one of them")
-        if not (is_loopback(self.host) or self.insecure or self.token_file is not None):
-            raise ConfigurationError(
-                f"--host {self.host} lets other machines connect, so it needs --token-file "
-                "(make one with the server's sub-command `token`), or --insecure to admit anyone"
             )
 
 

@@ -1,25 +1,26 @@
 """Who is connected: connections are let in while the run lasts, and seen off when it has ended."""
 
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 from protocol.errors import ConfigurationError, NetworkError
 from protocol.messages import Status
-from protocol.transport import Channel, Deadline, Listener
+from protocol.transport import Deadline, Listener, PlainChannel, Wake
+from ps.doorstep import Doorstep, Source, source_of
 from ps.instructions import Finish
 from ps.session import Session
 
 logger = logging.getLogger("weighmaster.ps")
 
 TICK_S = 0.25
-"""How often it is checked whether the run has ended; pause when connections cannot be taken."""
+"""How often it is checked whether the run has ended, or a wait is over; pause when connections cannot be taken."""
 
 FAREWELL_S = 2.0
 """How long connections may take to deliver the news that the run has ended."""
-
-MAX_UNPROVEN = 32
-"""Connections that have not proved themselves; more wait in the accept queue."""
 
 
 class Door:
@@ -34,14 +35,18 @@ class Door:
     def __init__(
         self,
         lock: threading.RLock,
-        session_of: Callable[[int, Channel], Session],
+        session_of: Callable[[int, PlainChannel], Session],
         broke: Callable[[BaseException], None],
     ) -> None:
         self._lock = lock
         self._session_of = session_of
         self._broke = broke
         self._sessions: dict[int, Session] = {}
-        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self._numbers = itertools.count(1)
+        self._doorstep: Doorstep[PlainChannel] = Doorstep()
+        self._at_doorstep = threading.Lock()
+        self._is_crowded = False
+        self._wake: Wake | None = None
         self._dismissed = threading.Event()
         self._leaving: list[Session] = []
         self._news: Finish | None = None
@@ -64,14 +69,11 @@ class Door:
         with self._lock:
             return self._sessions.pop(number, None) is not None
 
-    def proven(self) -> None:
-        """A connection has proved itself, or ended before it could."""
-        self._unproven.release()
-
     # ---- coming and going ------------------------------------------------------------------------------
 
     def open(self, listener: Listener) -> None:
         """Begin to let connections in."""
+        self._wake = Wake()
         self._accepting = threading.Thread(target=self.accept, args=(listener,), name="accept")
         self._accepting.start()
 
@@ -90,44 +92,72 @@ class Door:
         if self._accepting is not None:
             self._accepting.join()
         listener.close()
+        for channel in self._doorstep.clear():
+            channel.close()
         for session in self._leaving:
             session.link.abort()
         for session in self._leaving:
             session.join()
+        if self._wake is not None:
+            self._wake.close()
 
     def accept(self, listener: Listener) -> None:
         """Let connections in until all are dismissed."""
-        number, is_short = 0, False
+        is_short = False
         while not self._dismissed.is_set():
-            if not self._unproven.acquire(timeout=TICK_S):
-                continue
+            channel = None
             try:
-                channel = listener.accept(TICK_S)
+                channel = listener.accept(TICK_S, self._wake)
+                is_short = is_short and channel is None
             except ConfigurationError as error:  # the congestion control that was asked for
                 self._broke(error)
                 return
             except NetworkError as error:  # descriptors are short: others may end
-                self._unproven.release()
                 if not is_short:
                     logger.warning("the server cannot take more connections for now: %s", error)
                 is_short = True
                 self._dismissed.wait(TICK_S)
-                continue
-            if channel is None:
-                self._unproven.release()
-                continue
-            number, is_short = number + 1, False
+            if self._wake is not None:
+                self._wake.clear()
+            self._receive(channel)
+
+    def _receive(self, channel: PlainChannel | None) -> None:
+        """Have a new caller wait for its turn, and serve those whose turn it is."""
+        now = time.monotonic()
+        with self._at_doorstep:
+            gone = self._doorstep.give_up(now)
+            displaced = None if channel is None else self._doorstep.arrive(channel, source_of(channel.peer), now)
+            is_empty = self._doorstep.is_empty
+        if displaced is not None and not self._is_crowded:
+            logger.warning("too many connections wait to be let in; %s is the first to be closed", displaced.peer)
+        self._is_crowded = displaced is not None or (self._is_crowded and not is_empty)
+        for other in [*gone, *([] if displaced is None else [displaced])]:
+            other.close()
+        while True:
+            with self._at_doorstep:
+                turn = self._doorstep.next(now)
+            if turn is None:
+                return
+            caller, source = turn
             try:
-                self._start(number, channel)
+                self._start(next(self._numbers), caller, source)
             except (OSError, RuntimeError) as error:  # descriptors or threads are short: others may end
                 logger.warning(
-                    "%s was turned away: the server cannot take more connections: %s", channel.peer, error
+                    "%s was turned away: the server cannot take more connections: %s", caller.peer, error
                 )
-                channel.close()
-                self._unproven.release()
+                caller.close()
+                self._left(source, proof_failed=False)
 
-    def _start(self, number: int, channel: Channel) -> None:
+    def _left(self, source: Source, proof_failed: bool) -> None:
+        """A connection has proved itself, or ended before it could."""
+        with self._at_doorstep:
+            self._doorstep.leave(source, proof_failed, time.monotonic())
+        if self._wake is not None:
+            self._wake.set()
+
+    def _start(self, number: int, channel: PlainChannel, source: Source) -> None:
         session = self._session_of(number, channel)
+        session.leaves_door = partial(self._left, source)
         with self._lock:
             self._sessions[number] = session
             if self._news is not None:  # who calls now is told that the run has ended, and need not try again

@@ -202,6 +202,14 @@ OPTION_GROUPS = (
         _option("port_file", "File for the port, written when listening", unset=_NOT_KEPT, metavar="FILE"),
         _option("token_file", "Lines `name role rank token`, * is any", unset="no proof asked", metavar="FILE"),
         _option("insecure", "Listen on any address without tokens: anyone who reaches the port may join"),
+        _option("tls_cert", "Certificate of this server, PEM, its chain after it", unset="no TLS", metavar="FILE"),
+        _option("tls_key", "Its key, PEM, readable by you alone", unset="none", metavar="FILE"),
+        _option(
+            "tls_ca",
+            "Authority, PEM, of which clients must show a certificate too",
+            unset="they need none",
+            metavar="FILE",
+        ),
         _option(
             "congestion_control",
             "auto (reno on loopback only), system, or a name that the kernel knows",
@@ -232,6 +240,14 @@ OPTION_GROUPS = (
             "Go on from the newest good checkpoint, or start afresh where there is none: "
             "one command line serves the first start and all others",
         ),
+    ),
+    cloup.option_group(
+        "Seeing what happens",
+        _option("status_port", "Port of the status page; 0 takes any", unset="no page", metavar="PORT"),
+        _option("status_host", "Address of the page; any but loopback needs --token-file or --insecure"),
+        _option("status_port_file", "File for that port, written when served", unset=_NOT_KEPT, metavar="FILE"),
+        _option("log_format", "Lines of the console: sentences, or an object in each"),
+        _option("tensorboard", "Directory for TensorBoard's event files", unset=_NOT_KEPT, metavar="DIR"),
     ),
     cloup.option_group(
         "Files and memory",

@@ -68,6 +68,7 @@ def _never(why: str) -> Option:
 
 _ADDRESS = _free("where the server is found")
 _RESULTS = _free("where results go")
+_VIEW = _free("it shows the run and changes nothing of it")
 _PATIENCE = _free("a wait that it ends is told when it ends")
 _CHECKPOINTS = _free("when and where the values are kept, not what they are")
 _RATE = _chosen("the learning rate is a function of the step alone")
@@ -131,6 +132,14 @@ OPTIONS: Mapping[str, Option] = {
     "port_file": _ADDRESS,
     "token_file": _free("who may come in"),
     "insecure": _free("who may come in"),
+    "tls_cert": _free("how bytes travel"),
+    "tls_key": _free("how bytes travel"),
+    "tls_ca": _free("who may come in"),
+    "status_host": _VIEW,
+    "status_port": _VIEW,
+    "status_port_file": _VIEW,
+    "log_format": _VIEW,
+    "tensorboard": _VIEW,
     "congestion_control": _free("how bytes travel"),
     "threads": _free("sums are taken in an order that does not depend on their number"),
     "max_memory": _free("a limit, not a choice"),

@@ -60,6 +60,7 @@ from ps.instructions import (
 from ps.metrics import TestResult
 from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
+from ps.onlookers import Onlookers
 from ps.policy import Phase
 from ps.record import Record
 from ps.session import Answered, Session
@@ -134,6 +135,7 @@ class ParameterServer:
         )
         self._record = Record(config.run_dir)
         self._narration = Narration(console)
+        self._onlookers = Onlookers(config, epoch, self._began, [grant.token for grant in grants])
         ensemble = make_ensemble(config, initial_values)
         self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
@@ -175,6 +177,9 @@ class ParameterServer:
 
     def run(self, listener: Listener) -> Finish:
         """Serve until the run has ended; every connection is closed when this returns."""
+        page = self._onlookers.open(self._coordinator.step)
+        if page is not None:
+            logger.info("the status page is at %s", page)
         # While the workers load TensorFlow; who comes too early is told to wait.
         self.is_compiling = True
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
@@ -186,6 +191,7 @@ class ParameterServer:
             self._ended.set()
             self._door.close(listener)
             self.settle()
+            self._show()
             self._record.close()
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
@@ -220,6 +226,7 @@ class ParameterServer:
 
     def close(self) -> None:
         """Release what outlives `run`."""
+        self._onlookers.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._store is not None:
@@ -241,6 +248,13 @@ class ParameterServer:
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
             self._narration.whom_we_wait_for(self._coordinator, now)
+        self._show()
+
+    def _show(self) -> None:
+        """Show those who look where the run stands; what they read is made without the lock."""
+        with self._lock:
+            taken = self._onlookers.take(self._coordinator, self._record, self._checkpoints, self._finish)
+        self._onlookers.show(taken)
 
     def stop(self, status: Status, reason: str) -> None:
         """End the run from outside: a signal, or a fault of the server itself. Safe from any thread."""
@@ -278,10 +292,6 @@ class ParameterServer:
         self._narration.progress(self._coordinator, self._record.metrics, now)
 
     # ---- who is there: called by sessions --------------------------------------------------------------
-
-    def proven(self) -> None:
-        """A connection has proved itself, or ended before it could."""
-        self._door.proven()
 
     def session(self, number: int) -> Session | None:
         """Return a live session by its number."""
@@ -488,6 +498,8 @@ class ParameterServer:
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
         self._mode.learn()
         self._record.add(closing, closed, self._closer.rule, time.monotonic())
+        names = [self._name_of(c.rank) for c in closing.contributions]
+        self._onlookers.round_closed(closing, closed, names, self._record)
         if self._checkpoints is not None:
             self._checkpoints.take_due(self._parts)
         if self._closer.unapplied >= MAX_UNAPPLIED:

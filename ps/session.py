@@ -50,8 +50,9 @@ from protocol.messages import (
     Values,
 )
 from protocol.proof import NO_PROOF, prove, proves
+from protocol.tls import Unsecured
 from protocol.tokens import Grant, candidates
-from protocol.transport import Channel, Deadline, Wake
+from protocol.transport import Deadline, PlainChannel, Wake
 from ps import instructions as decided
 from ps.members import Contested, Denied, Granted, Identity
 
@@ -97,16 +98,20 @@ class Session(threading.Thread):
         ended: set when nothing of this session touches the store any more.
         after_payload: what to do when the payload that is being dropped has been read.
         cut_because: why another session has cut this one; empty if none has.
+        leaves_door: told once that this is no stranger's connection any more, or has ended before it could be
+            more; its argument says whether the proof was wrong.
     """
 
-    def __init__(self, number: int, channel: Channel, server: "ParameterServer") -> None:
+    def __init__(self, number: int, channel: PlainChannel, server: "ParameterServer") -> None:
         super().__init__(name=f"session-{number}", daemon=True)
         self.number = number
-        self.link = Link(channel, Side.SERVER)
+        self._channel, tls = channel, server.config.tls
+        self.link = Link(channel if tls is None else tls.wrap(channel), Side.SERVER)
         self.joined = False
         self.ended = threading.Event()
         self.after_payload: Callable[[], None] | None = None
         self.cut_because = ""
+        self.leaves_door: Callable[[bool], None] = lambda proof_failed: None
         self._server = server
         self._faults = server.faults
         self._role, self._rank = Role.WORKER, AUTO_RANK
@@ -114,7 +119,8 @@ class Session(threading.Thread):
         self._outbox: deque[Outgoing] = deque()
         self._wake = Wake()
         self._owes_values = False
-        self._proven = False
+        self._is_at_door = True
+        self._proof_failed = False
 
     def post(self, item: Outgoing) -> None:
         """Hand over something to send; safe from any thread."""
@@ -143,6 +149,8 @@ class Session(threading.Thread):
         except RemoteProtocolError as error:
             logger.warning("%s cut off: %s", self.link.peer, error)
             reason = str(error)
+            if isinstance(error, Unsecured):
+                linger_s = self._answer_in_plain(error.answer)
         except NetworkError as error:
             reason = self.cut_because or str(error)
             if not self.joined:
@@ -150,8 +158,6 @@ class Session(threading.Thread):
         except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not one thread of it
             self._server.broke(error)
         finally:
-            if not self._proven:
-                self._server.proven()
             self.ended.set()
             try:  # leaving may close a round
                 self._server.left(self, reason, on_purpose)
@@ -159,6 +165,12 @@ class Session(threading.Thread):
                 self._server.broke(error)
             self.link.close(linger_s)
             self._wake.close()
+            self._leave_door()  # last: strangers who are heard out still count
+
+    def _leave_door(self) -> None:
+        if self._is_at_door:
+            self._is_at_door = False
+            self.leaves_door(self._proof_failed)
 
     def _refuse(self, code: RefusalCode, reason: str) -> float:
         limit = self.link.connection.header_limit(Kind.REFUSED)
@@ -168,15 +180,23 @@ class Session(threading.Thread):
             return 0.0
         return LAST_WORDS_S
 
+    def _answer_in_plain(self, answer: str) -> float:
+        """Tell a client without TLS why it is cut off; one that speaks TLS has been sent an alert."""
+        if not answer:
+            return LAST_WORDS_S
+        self.link = Link(self._channel, Side.SERVER)
+        return self._refuse(RefusalCode.VERSION, answer)
+
     # ---- handshake -------------------------------------------------------------------------------------
 
     def _handshake(self) -> None:
-        hello = expect(self.link.receive(Deadline(HANDSHAKE_S)), Hello)
+        deadline = Deadline(HANDSHAKE_S)
+        self.link.secure(deadline)
+        hello = expect(self.link.receive(deadline), Hello)
         who = self._authenticate(hello)
-        self._proven = True
-        self._server.proven()
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
+        self._leave_door()  # not before the offer: without tokens anybody may begin one of 16 MB
         if not self._wait_while(lambda: "the server to compile its kernels" if self._server.is_compiling else ""):
             return  # the run has ended: serving begins with saying so
         if who.role is Role.EVALUATOR and not self._wait_while(self._missing_variables):
@@ -199,12 +219,14 @@ class Session(threading.Thread):
         if not grants:
             self.link.send(ServerProof(NO_PROOF))
             return who
-        hellos = self.link.connection.hellos_digest
+        hellos, certificate = self.link.connection.hellos_digest, self.link.certificate
         for grant in candidates(grants, hello.name, hello.role, hello.rank):
-            if proves(proof.mac, prove(grant.token, Side.WORKER, hello.nonce, challenge.nonce, hellos)):
-                mac = prove(grant.token, Side.SERVER, hello.nonce, challenge.nonce, hellos)
+            covered = (hello.nonce, challenge.nonce, hellos, certificate)
+            if proves(proof.mac, prove(grant.token, Side.WORKER, *covered)):
+                mac = prove(grant.token, Side.SERVER, *covered)
                 self.link.send(ServerProof(mac))
                 return _as_granted(who, grant)
+        self._proof_failed = True
         logger.warning(
             "%s failed the proof as %s %r, rank %s", self.link.peer, hello.role, hello.name, _rank_text(hello.rank)
         )

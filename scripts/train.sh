@@ -10,7 +10,8 @@ Usage: scripts/train.sh [OPTIONS]
 
 Trains on this machine: one parameter server, N workers, a validator and an evaluator, each a process of its
 own, on 127.0.0.1. The validator computes gradients on trusted examples, by which the server learns how much
-each worker's gradient is worth. Defaults are in brackets; time-outs are seconds.
+each worker's gradient is worth. The server says where its status page is (--status-port PORT chooses).
+Defaults are in brackets; time-outs are seconds.
 
 Options of this script:
   --workers N                   workers, 1 to 9999                         [3]
@@ -152,6 +153,8 @@ case "$mode:$aggregation" in
         ;;
 esac
 if [ -n "$evaluator" ]; then ps_options=(--evaluators 1 ${ps_options[@]+"${ps_options[@]}"}); fi
+# The status page, for this machine alone; the server says where it is.
+if [ -z "${WEIGHMASTER_STATUS_PORT:-}" ]; then ps_options=(--status-port 0 ${ps_options[@]+"${ps_options[@]}"}); fi
 if ((BASH_VERSINFO[0] < 4)); then fail "bash 4 or newer is needed, and this is $BASH_VERSION"; fi
 # What may be set for a worker of another run must not reach these.
 unset TF_CONFIG WEIGHMASTER_RANK WEIGHMASTER_INSECURE WEIGHMASTER_DRY_RUN

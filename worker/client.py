@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.arena import Arena, aligned_empty
+from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.connection import State
 from protocol.ensemble import Answers, Weighting, labels_digest, side_payload, side_views
 from protocol.errors import LocalProtocolError, NetworkError, RemoteProtocolError, WeighmasterError
@@ -386,6 +388,10 @@ def connect(
     name: str = "",
     role: str = "worker",
     token: str | None = None,
+    tls_ca: str | Path | None = None,
+    tls_fingerprint: str | None = None,
+    tls_cert: str | Path | None = None,
+    tls_key: str | Path | None = None,
     state: Iterable[str] = (),
     threads: int = 1,
     seed: int | None = None,
@@ -406,6 +412,10 @@ def connect(
         role: `worker`; `validator`, whose gradients on trusted data are references by which the server judges those
             of the workers and are never applied; or `evaluator`, which pulls and reports and is never waited for.
         token: shared secret, if the server asks for one.
+        tls_ca: file of the authority that the server's certificate must be of; turns TLS on.
+        tls_fingerprint: SHA-256 of the server's certificate instead, in hexadecimal; turns TLS on.
+        tls_cert: certificate file of this client, if the server asks for one.
+        tls_key: its key.
         state: names of variables that are state, not trainable: their changes are pushed, not gradients.
         threads: recorded by the server for this rank.
         seed: refused if it is not the server's; None takes that.
@@ -421,7 +431,7 @@ def connect(
     Raises:
         PeerLost: nobody answered in time.
         Refused: the server said no; never retried.
-        ConfigurationError: the address, or a fault, cannot be understood.
+        ConfigurationError: the address, or a fault, cannot be understood, or a file of TLS cannot be used.
     """
     plan = Plan.parse([] if inject is None else [inject], Side.WORKER)
     if plan.announcement:
@@ -436,6 +446,7 @@ def connect(
             name=name,
             role=Role(role),
             token=token,
+            tls=_client_tls(tls_fingerprint, tls_ca, tls_cert, tls_key),
             threads=threads,
             seed=seed,
             answers=answers,
@@ -446,3 +457,10 @@ def connect(
             on_waiting=on_event,
         )
     )
+
+
+def _client_tls(fingerprint: str | None, *files: str | Path | None) -> ClientTls | None:
+    authority, certificate, key = (None if file is None else Path(file) for file in files)
+    if (fingerprint, authority, certificate, key) == (None,) * 4:
+        return None
+    return ClientTls(authority, None if fingerprint is None else parse_fingerprint(fingerprint), certificate, key)

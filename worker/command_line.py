@@ -18,6 +18,7 @@ from protocol.transport import Address
 from worker.config import (
     DATASETS,
     DEFAULT_BATCH_SIZE,
+    LOG_FORMATS,
     MODELS,
     ROLES,
     ClusterTask,
@@ -131,6 +132,31 @@ _OPTION_GROUPS = (
             "auto (reno on loopback only), system, or a name that the kernel knows",
             metavar="auto|system|NAME",
         ),
+        _option(
+            "log_format", "Lines of the console: sentences, or an object in each", type=click.Choice(LOG_FORMATS)
+        ),
+    ),
+    cloup.option_group(
+        "TLS",
+        _option(
+            "tls_ca",
+            "Authority, PEM, that the server's certificate must be of; it must also be for the name in --ps",
+            unset="no TLS",
+            metavar="FILE",
+        ),
+        _option(
+            "tls_fingerprint",
+            "Instead of --tls-ca: SHA-256 of the server's certificate, which must be this very one",
+            unset="no TLS",
+            metavar="SHA256",
+        ),
+        _option(
+            "tls_cert",
+            "Certificate of this worker, PEM, for a server that asks for one",
+            unset="none",
+            metavar="FILE",
+        ),
+        _option("tls_key", "Its key, PEM, readable by you alone", unset="none", metavar="FILE"),
     ),
     cloup.option_group(
         "What it computes",

@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import Side
@@ -22,6 +24,8 @@ MODELS: tuple[str, ...] = ("mlp", "cifar10_cnn")
 
 DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion_mnist", "cifar10")
 """Data sets that ship, by name."""
+
+LOG_FORMATS: tuple[str, ...] = ("text", "json")
 
 ROLES: tuple[str, ...] = ("worker", "validator", "evaluator")
 
@@ -68,6 +72,12 @@ class WorkerConfig:
         legacy_keras: use the tf-keras package, as `tf.compat.v1.layers` needs.
         seed: what the server's seed must be; None: whatever it is.
         token_file: the one line `name role rank token` of this worker; None: none is sent.
+        tls_ca: authority of the server's certificate, PEM; turns TLS on.
+        tls_fingerprint: SHA-256 of the server's certificate instead, in hexadecimal; turns TLS on. With neither of
+            the two there is no TLS.
+        tls_cert: certificate of this worker, PEM, for a server that asks for one.
+        tls_key: its key, PEM.
+        log_format: of its lines, sentences (`text`) or an object in each (`json`).
         evaluate_every: steps between two evaluations of an evaluator, or two votes of an ensemble's member.
         fault: how this worker misbehaves on purpose, as `worker.faults.parse_fault` reads it; None: not at all.
         inject: what happens to this process or its connection on purpose, as `protocol.injection` reads it.
@@ -90,6 +100,11 @@ class WorkerConfig:
     legacy_keras: bool = False
     seed: int | None = None
     token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_fingerprint: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    log_format: str = "text"
     evaluate_every: int = 20
     fault: str | None = None
     inject: tuple[str, ...] = ()
@@ -140,11 +155,34 @@ class WorkerConfig:
                 raise ConfigurationError(
                     f"--fault and --role {self.role} exclude each other: only a worker misbehaves; leave one out"
                 )
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigurationError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {self.log_format}")
+        self._check_tls()
         Plan.parse(self.inject, Side.WORKER)
         if self.role == "validator" and self.evaluate_every != default_of("evaluate_every"):
             raise ConfigurationError(
                 f"--evaluate-every works only with --role evaluator, not with --role {self.role}"
             )
+
+    @cached_property
+    def tls(self) -> ClientTls | None:
+        """This side of TLS, from its files; None without. They were read, and found good, at the start."""
+        if self.tls_ca is None and self.tls_fingerprint is None:
+            return None
+        pin = None if self.tls_fingerprint is None else parse_fingerprint(self.tls_fingerprint)
+        return ClientTls(self.tls_ca, pin, self.tls_cert, self.tls_key)
+
+    def _check_tls(self) -> None:
+        if self.tls_ca is not None and self.tls_fingerprint is not None:
+            raise ConfigurationError(
+                "--tls-ca and --tls-fingerprint exclude each other: know the server by one of them"
+            )
+        tls = self.tls  # its files are read here, where they can still be mended
+        for name in ("tls_cert", "tls_key"):
+            if getattr(self, name) is not None and tls is None:
+                raise ConfigurationError(
+                    f"{option_name(name)} needs --tls-ca or --tls-fingerprint, by which the server is known"
+                )
 
 
 def option_name(field_name: str) -> str:

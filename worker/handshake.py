@@ -112,10 +112,10 @@ def _prove(link: Link, hello: Hello, challenge: Challenge, token: str | None) ->
         return
     assert token is not None
     secret = check_token(token, "the token of this worker")
-    hellos = link.connection.hellos_digest
-    link.send(Proof(prove(secret, Side.WORKER, hello.nonce, challenge.nonce, hellos)))
+    covered = (hello.nonce, challenge.nonce, link.connection.hellos_digest, link.certificate)
+    link.send(Proof(prove(secret, Side.WORKER, *covered)))
     answer = expect(hear(link), ServerProof)
-    if not proves(answer.mac, prove(secret, Side.SERVER, hello.nonce, challenge.nonce, hellos)):
+    if not proves(answer.mac, prove(secret, Side.SERVER, *covered)):
         raise Refused(RefusalCode.PROOF, f"the server at {link.peer} does not hold this worker's token")
 
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from worker.definitions import Dataset, Model
 from worker.ensemble import MemberRun, member_seed
 from worker.faults import parse_fault
 from worker.faulty_step import FaultySteps
+from worker.log_format import Speaker
 from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
 from worker.reconnect import ClientConfig, InitialValues
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 """Which kernels TensorFlow computes with; recorded, not set, for TensorFlow talks of it whenever it is set to 1."""
+
+_say = Speaker(lambda line: print(line, flush=True))
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Job:
 
 
 def load_data(config: WorkerConfig) -> Dataset:
-    """Set what TensorFlow reads from the environment, and load the data."""
+    """Set how this process speaks and what TensorFlow reads from the environment, and load the data."""
+    _say.log_format = config.log_format
     # Before the data, since a file of the user's may import TensorFlow as well.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if config.legacy_keras:
@@ -131,6 +134,7 @@ def _train(job: Job, token: str | None) -> int:
     config, trainers = job.config, list[graph.Trainer]()
     with Server(_client(job, token, lambda: trainers[0].initial_values())) as server:
         agreed = server.welcome
+        _say.rank, _say.name = agreed.rank if agreed.rank >= 0 else None, agreed.name
         _tell_threads(agreed.threads, config.threads)
         if server.weighting is not None:
             last = _train_member(job, server, server.weighting, trainers)
@@ -234,6 +238,7 @@ def _evaluate(job: Job, token: str | None) -> int:
 
     with Server(_client(job, token, cannot_initialise)) as server:
         agreed = server.welcome
+        _say.name = agreed.name
         evaluator = graph.Evaluator(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads)
         evaluate(server, evaluator, job.dataset, job.config.evaluate_every, _say)
     return ExitCode.DONE
@@ -256,6 +261,7 @@ def _client(job: Job, token: str | None, initial_values: InitialValues) -> Clien
         connect_timeout_s=config.connect_timeout,
         reconnect_timeout_s=config.reconnect_timeout,
         congestion_control=config.congestion_control,
+        tls=config.tls,
         faults=Faults(_plan(config)),
         on_event=_say,
         on_waiting=WaitLog(_say),
@@ -295,7 +301,3 @@ def token_of(config: WorkerConfig) -> str | None:
             f"{config.token_file} holds {len(grants)} lines; a worker's token file holds its own line only"
         )
     return grants[0].token.decode("ascii")
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

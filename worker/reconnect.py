@@ -14,13 +14,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from protocol.certificates import ClientTls
 from protocol.ensemble import MODE, Answers, Weighting, as_member, as_worker
-from protocol.errors import ManifestMismatch, NetworkError, PeerLost, RemoteProtocolError
+from protocol.errors import ManifestMismatch, NetworkError, PeerLost, RemoteProtocolError, WeighmasterError
 from protocol.injector import NONE, Faults
 from protocol.link import HANDSHAKE_S, Link
 from protocol.messages import AUTO_RANK, NONCE_BYTES, Hello, Kind, Offer, Role, Side, Welcome
 from protocol.tensors import Layout, Manifest, SideSpec
-from protocol.transport import Address, Deadline
+from protocol.transport import Address, Channel, Deadline
 from protocol.transport import connect as open_channel
 from worker.handshake import shake_hands
 
@@ -56,6 +57,7 @@ class ClientConfig:
         threads: offered; the server's record for this rank comes back in `welcome`.
         seed: None takes the server's.
         answers: sizes of the logits that this client can push in ensemble mode; None if it cannot.
+        tls: this side of TLS; None: the connection is neither secret nor tamper-proof.
         software: on what it computes; the server records it, and says when it changes.
         faults: on purpose, at the points of a step.
         on_event: told, in words, of losses, returns and attempts.
@@ -76,6 +78,7 @@ class ClientConfig:
     connect_timeout_s: float = 60.0
     reconnect_timeout_s: float = 120.0
     congestion_control: str = "auto"
+    tls: ClientTls | None = None
     faults: Faults = NONE
     on_event: Callable[[str], None] = lambda text: None
     on_waiting: Callable[[str], None] = lambda text: None
@@ -153,8 +156,7 @@ class Caller:
 
     def _shake_hands(self, deadline: Deadline) -> Link:
         config, self._held = self._config, False
-        channel = open_channel(config.address, min(deadline.left_s, ATTEMPT_S), config.congestion_control)
-        link = Link(channel, Side.WORKER, HANDSHAKE_S)
+        link = Link(self._open(min(deadline.left_s, ATTEMPT_S)), Side.WORKER, HANDSHAKE_S)
         hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
         answers = config.answers
         offer = Offer(self._manifest.to_wire(), self._threads, config.seed, software=config.software)
@@ -167,11 +169,23 @@ class Caller:
                 test_examples=answers.test_examples,
             )
         try:
+            link.secure(Deadline(HANDSHAKE_S))
             self._agree(link, shake_hands(link, hello, offer, config.token, self._hold))
             return link
         except BaseException:
             link.abort()
             link.close()
+            raise
+
+    def _open(self, timeout_s: float) -> Channel:
+        config = self._config
+        channel = open_channel(config.address, timeout_s, config.congestion_control)
+        if config.tls is None:
+            return channel
+        try:
+            return config.tls.wrap(channel, config.address)
+        except WeighmasterError:
+            channel.close()
             raise
 
     def _hold(self, waiting: str) -> None:

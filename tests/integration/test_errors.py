@@ -175,7 +175,6 @@ def strangers(evidence):
     gave_up = "gave up before it had joined"
     return {
         "HTTP": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", f"{no_frame} .it began with b'GET / HT'"),
-        "TLS": (bytes.fromhex("16030100c8010000c40303") + bytes(200), no_frame),
         "random bytes": (np.random.RandomState(3).bytes(500), no_frame),
         "a pickle": (pickle.dumps(_Evil(evidence)), no_frame),
         "a huge header": (PREFIX.pack(b"WMPS", 1, HELLO, 2**32 - 1, 0), "HELLO header of 4294967295 bytes; 4096"),

@@ -1,6 +1,7 @@
 """When checkpoints are taken, of what, and what a run goes on from."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,7 +235,7 @@ def test_checkpoints_are_gone_on_from_only_if_that_was_asked_for(tmp_path):
         config = server.config
     with pytest.raises(ConfigurationError, match="go on from them with --resume"):
         opened(config)
-    assert opened(ServerConfig(**{**vars(config), "resume": True})).step == 3
+    assert opened(replace(config, resume=True)).step == 3
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_what_must_not_change_is_refused_and_the_checkpoint_stays(tmp_path, chan
             server.step()
         config = server.config
     with pytest.raises(ConfigurationError, match=words):
-        opened(ServerConfig(**{**vars(config), "resume": True, **change}))
+        opened(replace(config, resume=True, **change))
     assert steps_in(tmp_path / "c") == [3]
 
 

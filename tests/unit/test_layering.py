@@ -23,10 +23,13 @@ MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "f
 SOCKETS = {"socket", "ssl", "socketserver", "select", "selectors", "asyncio"}
 MAY_IMPORT_SOCKETS = {
     "protocol/transport.py",
+    *("protocol/tls.py", "protocol/certificates.py"),  # what it wraps sockets in; they open none
+    "ps/status_server.py",  # the status page has an HTTP server of its own
     "protocol/proxy.py",  # no part of a run: it breaks connections as transport must never do
 }
 SHELLS_OF_PROTOCOL = {
     *("protocol/transport.py", "protocol/link.py", "protocol/tokens.py"),
+    *("protocol/tls.py", "protocol/certificates.py"),
     *("protocol/proxy.py", "protocol/fault_proxy.py", "protocol/injector.py"),
 }
 IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}

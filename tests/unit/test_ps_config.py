@@ -24,6 +24,7 @@ from ps.command_line import ExportRequest, TokenRequest, build_command, execute,
 from ps.config import ServerConfig, default_of
 from ps.machine import memory_limit_bytes
 from ps.options import size_bytes
+from tests.unit.authority import Authority
 
 NEEDED = ["--workers", "3", "--steps", "10"]
 RUN_DIR = ["--run-dir", "here"]
@@ -87,7 +88,10 @@ def test_the_defaults_are_as_documented() -> None:
     assert made.max_model_bytes == 8 * 2**30
 
 
-def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    issued = authority.issue("server")
+    tls = {"tls_cert": issued.certificate, "tls_key": issued.key, "tls_ca": authority.file}
     given: dict[str, Any] = {
         "workers": 2,
         "steps": 7,
@@ -138,7 +142,12 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "max_memory": 64 << 20,
         "max_model_bytes": 1 << 20,
         "congestion_control": "cubic",
-    }
+        "status_host": "localhost",
+        "status_port": 1,
+        "status_port_file": Path("sp"),
+        "log_format": "json",
+        "tensorboard": Path("tb"),
+    } | tls
     others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.1, "weight_decay": 0.2, "insecure": True}
     others |= {"mean_over": "examples"}
     more = {"faulty_workers": 1}
@@ -246,6 +255,18 @@ REFUSED = [
     (["--checkpoint-dir", "c.safetensors", "--export", "c.safetensors"], ["--checkpoint-dir", "--export"]),
     (["--idle-timeout", "0"], ["--idle-timeout", "above 0"]),
     (["--congestion-control", "no such"], ["--congestion-control"]),
+    (["--log-format", "xml"], ["--log-format", "text", "json"]),
+    (["--status-port", "65536"], ["--status-port", "at most 65535"]),
+    (["--status-host", "localhost"], ["--status-host", "--status-port"]),
+    (["--status-port-file", "f"], ["--status-port-file", "--status-port"]),
+    (["--port", "5015", "--status-port", "5015"], ["--port", "--status-port", "5015"]),
+    (["--status-port", "0", "--status-port-file", "f", "--port-file", "f"], ["--port-file", "--status-port-file"]),
+    (["--status-port", "0", "--status-host", "::"], ["--status-host", "--token-file", "--insecure"]),
+    (["--tensorboard", "d", "--checkpoint-dir", "d"], ["--tensorboard", "--checkpoint-dir"]),
+    (["--tls-cert", "c"], ["--tls-cert", "--tls-key"]),
+    (["--tls-key", "k"], ["--tls-key", "--tls-cert"]),
+    (["--tls-ca", "a"], ["--tls-ca", "--tls-cert"]),
+    (["--tls-cert", "no-such-file", "--tls-key", "k"], ["--tls-cert", "no-such-file", "No such file"]),
     (["--max-memory", "4Q"], ["--max-memory", "4Q"]),
     (["--port", "http"], ["--port", "http"]),
     (["--no-such-option"], ["--no-such-option"]),

@@ -11,6 +11,7 @@ import pytest
 from protocol.errors import ConfigurationError
 from ps.config import ServerConfig
 from ps.resume import OPTIONS, Change, check_resumable, reason_not_comparable, settings_of
+from tests.unit.authority import Authority
 
 FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 
@@ -61,6 +62,9 @@ FREE = {
     "token_file": Path("t"),
     "insecure": True,
     "congestion_control": "system",
+    "status_port": 0,
+    "log_format": "json",
+    "tensorboard": Path("t"),
     "threads": 3,
     "evaluators": 1,
     "on_worker_loss": "shrink",
@@ -80,6 +84,7 @@ FREE = {
 """One other value for each option that is free, unless it needs another option."""
 
 FREE_WITH_ANOTHER = {"checkpoint_every", "keep", "resume", "validator_seed_file"}
+FREE_WITH_ANOTHER |= {"tls_cert", "tls_key", "tls_ca", "status_host", "status_port_file"}
 
 
 def test_each_free_option_is_tried() -> None:
@@ -89,6 +94,14 @@ def test_each_free_option_is_tried() -> None:
 @pytest.mark.parametrize("name", FREE)
 def test_a_free_option_may_change_and_nothing_is_said(name: str) -> None:
     assert check_resumable(kept(), made(**{name: FREE[name]})) == []
+
+
+def test_tls_and_the_place_of_the_page_may_change(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    issued = authority.issue("server")
+    options = {"tls_cert": issued.certificate, "tls_key": issued.key, "tls_ca": authority.file}
+    options |= {"status_port": 1, "status_host": "localhost", "status_port_file": Path("p")}
+    assert check_resumable(kept(), made(**options)) == []
 
 
 def test_options_of_checkpoints_and_the_secrets_file_may_change_as_well() -> None:

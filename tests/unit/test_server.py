@@ -2,16 +2,13 @@
 
 import io
 import logging
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from protocol.errors import NetworkError
 from ps.__main__ import _warn_of_exposure
 from ps.config import ServerConfig
 from ps.console import Console
-from ps.door import MAX_UNPROVEN, TICK_S, Door
 from ps.narration import WAITING_S, Narration
 from ps.policy import Phase
 
@@ -27,31 +24,6 @@ def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog)
         assert not caplog.messages
         narration.whom_we_wait_for(run, run.step + WAITING_S)
     assert caplog.messages == [f"round {run.step} waits"]
-
-
-def test_a_server_short_of_descriptors_pauses_and_says_so_once(caplog):
-    class Listener:
-        def accept(self, timeout_s):
-            raise NetworkError("a caller cannot be answered: Too many open files")
-
-    class Dismissed:
-        def __init__(self):
-            self.pauses = []
-
-        def is_set(self):
-            return len(self.pauses) == 3
-
-        def wait(self, timeout_s):
-            self.pauses.append(timeout_s)
-
-    door = Door(threading.RLock(), lambda number, channel: None, lambda error: None)
-    door._dismissed = Dismissed()
-    with caplog.at_level(logging.INFO, "weighmaster.ps"):
-        door.accept(Listener())
-    assert door._dismissed.pauses == [TICK_S] * 3
-    assert len(caplog.messages) == 1
-    assert "cannot take more connections for now" in caplog.messages[0]
-    assert all(door._unproven.acquire(blocking=False) for _ in range(MAX_UNPROVEN))
 
 
 @pytest.mark.parametrize(

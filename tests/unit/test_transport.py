@@ -1,4 +1,7 @@
-"""Channels over real sockets of the loopback: whole transfers, named ends, and no call without a limit."""
+"""Channels over real sockets of the loopback: whole transfers, named ends, and no call without a limit.
+
+What holds of a plain channel holds of one with TLS: most tests are run with both.
+"""
 
 import contextlib
 import math
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 
 from protocol import transport
+from protocol.certificates import ClientTls, ServerTls
 from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent
 from protocol.transport import (
     MAX_BUFFERS,
@@ -25,6 +29,7 @@ from protocol.transport import (
     connect,
     is_loopback,
 )
+from tests.unit.authority import Authority
 
 LONG_S = 60.0
 MEGABYTE = 1 << 20
@@ -58,16 +63,32 @@ def channels(host="127.0.0.1", congestion_control="auto") -> Iterator[tuple[Chan
 
 
 @pytest.fixture
-def pair():
-    with channels() as both:
-        yield both
-
-
-@pytest.fixture
 def beside():
     """Run a function in a thread beside the test."""
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit
+
+
+@pytest.fixture(scope="module")
+def both_sides(tmp_path_factory):
+    """A server's and a client's side of TLS that know each other."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    issued = authority.issue("server")
+    return ServerTls(issued.certificate, issued.key), ClientTls(authority.file)
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def pair(request, both_sides, beside):
+    with channels() as (caller, called):
+        if request.param == "plain":
+            yield caller, called
+            return
+        server, client = both_sides
+        secured = client.wrap(caller, Address("127.0.0.1", 0)), server.wrap(called)
+        answering = beside(secured[1].secure, patient())
+        secured[0].secure(patient())
+        answering.result(LONG_S)
+        yield secured
 
 
 def receive(channel, size):

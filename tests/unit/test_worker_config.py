@@ -12,6 +12,7 @@ from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import Role
 from protocol.transport import Address
+from tests.unit.authority import Authority
 from worker.command_line import build_command, execute, parse
 from worker.config import ROLES, ClusterTask, WorkerConfig, available_cpus, parse_address, parse_tf_config
 from worker.faults import FAULTS
@@ -71,6 +72,11 @@ def test_options_not_given_are_the_fields_defaults() -> None:
         legacy_keras=False,
         seed=None,
         token_file=None,
+        tls_ca=None,
+        tls_fingerprint=None,
+        tls_cert=None,
+        tls_key=None,
+        log_format="text",
         evaluate_every=20,
         fault=None,
         inject=(),
@@ -81,8 +87,14 @@ def test_options_not_given_are_the_fields_defaults() -> None:
     )
 
 
-def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    issued = authority.issue("worker", is_client=True)
     given: dict[str, Any] = {
+        "tls_ca": authority.file,
+        "tls_cert": issued.certificate,
+        "tls_key": issued.key,
+        "log_format": "json",
         "name": "w",
         "role": "evaluator",
         "model": "m.py:build",
@@ -100,7 +112,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
         "dry_run": True,
     }
-    assert given.keys() | {"ps", "rank", "fault", "inject"} == {
+    assert given.keys() | {"ps", "rank", "fault", "inject", "tls_fingerprint"} == {
         field.name for field in dataclasses.fields(WorkerConfig)
     }
     monkeypatch.setenv("WEIGHMASTER_PS", "[::1]:9")
@@ -112,6 +124,9 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WEIGHMASTER_RANK", "4")
     monkeypatch.setenv("WEIGHMASTER_FAULT", "scale:-10")
     assert (parse([]).rank, parse([]).fault) == (4, "scale:-10")
+    monkeypatch.delenv("WEIGHMASTER_TLS_CA")
+    monkeypatch.setenv("WEIGHMASTER_TLS_FINGERPRINT", "ab" * 32)
+    assert parse([]).tls_fingerprint == "ab" * 32 and parse([]).tls is not None
     monkeypatch.setenv("WEIGHMASTER_INJECT", "kill@mid-push,step=3; stop@mid-reply")
     assert len(Plan.parse(parse([]).inject).injections) == 2
 
@@ -257,6 +272,12 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         (["--name", "two words"], ["--name"]),
         (["--name", "*"], ["--name"]),
         (["--congestion-control", "no such"], ["--congestion-control"]),
+        (["--log-format", "xml"], ["--log-format", "text", "json"]),
+        (["--tls-ca", "a", "--tls-fingerprint", "ab" * 32], ["--tls-ca", "--tls-fingerprint", "exclude"]),
+        (["--tls-fingerprint", "ab" * 31], ["--tls-fingerprint", "64 hexadecimal digits", "openssl x509"]),
+        (["--tls-fingerprint", "ab" * 32, "--tls-key", "k"], ["--tls-cert", "--tls-key", "both"]),
+        (["--tls-cert", "c", "--tls-key", "k"], ["--tls-cert", "--tls-ca", "--tls-fingerprint"]),
+        (["--tls-ca", "no-such-file"], ["--tls-ca", "no-such-file", "No such file"]),
         (["--connect-timeout", "nan"], ["--connect-timeout"]),
         (["--reconnect-timeout", "0"], ["--reconnect-timeout"]),
         (["--role", "tester"], ["--role", "worker", "validator", "evaluator"]),

@@ -1,0 +1,82 @@
+"""The files of the compose cluster, read without an engine; `scripts/test_compose.sh` runs them with one."""
+
+import ast
+import re
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+
+from protocol.messages import Role
+from protocol.tokens import candidates, parse_grants
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SCRIPT = ROOT / "scripts" / "compose_secrets.sh"
+
+
+def _make(directory: Path) -> None:
+    subprocess.run(["bash", str(SCRIPT), str(directory)], check=True, timeout=60, capture_output=True)
+
+
+def test_the_secrets_are_tokens_of_the_roles_that_the_server_knows(tmp_path: Path) -> None:
+    directory = tmp_path / "secrets"
+    _make(directory)
+    server = parse_grants((directory / "server_tokens").read_text().splitlines(), "server_tokens")
+    for role in Role:
+        (own,) = parse_grants((directory / f"{role}_token").read_text().splitlines(), role)
+        assert own in candidates(server, "any name", role, 5)
+        assert not any(own in candidates(server, "any name", other, 5) for other in Role if other is not role)
+    assert len({grant.token for grant in server}) == len(Role)
+
+
+def test_only_the_owner_enters_and_containers_can_read(tmp_path: Path) -> None:
+    directory = tmp_path / "secrets"
+    _make(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for name in re.findall(r"^  (\w+): \{file: ", COMPOSE, re.MULTILINE):
+        assert stat.S_IMODE((directory / name).stat().st_mode) == 0o444
+    assert (directory / ".gitignore").read_text() == "*\n"
+
+
+def test_tokens_that_are_there_stay(tmp_path: Path) -> None:
+    _make(tmp_path / "s")
+    before = {path.name: path.read_text() for path in (tmp_path / "s").iterdir()}
+    _make(tmp_path / "s")
+    assert {path.name: path.read_text() for path in (tmp_path / "s").iterdir()} == before
+
+
+def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    command = ["bash", str(SCRIPT), str(tmp_path / "link")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 2
+    assert "is a link" in told.stderr
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_the_images_take_groups_that_the_project_has() -> None:
+    match = re.search(r"lists = (\{.*?\});", DOCKERFILE)
+    assert match is not None
+    lists = ast.literal_eval(match[1])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(lists) == {"server", "worker"}
+    assert {name for names in lists.values() for name in names} <= set(extras)
+    assert not any("tensorflow" in need for name in lists["server"] for need in extras[name])
+
+
+def test_a_build_sends_no_secret_to_the_engine() -> None:
+    lines = (ROOT / ".dockerignore").read_text().split()
+    assert lines[0] == "*"
+    sent = {line.strip("!/") for line in lines if line.startswith("!")}
+    assert sent == {"pyproject.toml", "README.md", "LICENSE", "protocol", "ps", "worker"}
+
+
+def test_no_builder_of_the_newest_kind_is_needed() -> None:
+    """The classic builder, which old engines have, knows neither mounts nor heredocs."""
+    assert "--mount" not in DOCKERFILE
+    assert "<<" not in DOCKERFILE
+    assert not DOCKERFILE.lower().startswith("# syntax")
+    assert not re.search(r"^name:", COMPOSE, re.MULTILINE)

@@ -1,0 +1,163 @@
+"""docs/OPERATIONS.md tells every option, variable, event and exit code that there is, and nothing else."""
+
+import configparser
+import json
+import re
+import shlex
+
+import pytest
+
+from protocol.errors import ExitCode
+from protocol.frames import VERSION
+from protocol.log_lines import recognise
+from ps import command_line as ps_command
+from ps import log_events, tensorboard
+from ps.command_line import parse as parse_ps
+from ps.metrics import Metrics, TestResult
+from tests.unit.operations_tables import PAGE, TABLES, between, server_command, worker_command_of, written_anew
+from worker.command_line import parse as parse_worker
+
+ROOT = PAGE.parents[1]
+TEXT = PAGE.read_text()
+
+
+def _section(heading: str) -> str:
+    return TEXT.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    assert written_anew(TEXT) == TEXT, "run `python -m tests.unit.operations_tables`"
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_a_row_that_is_missing_is_noticed(name: str) -> None:
+    match = between(name).search(TEXT)
+    assert match is not None
+    rows = match[2].splitlines()
+    assert written_anew(TEXT.replace("\n".join(rows[-2:]), rows[-1])) == TEXT
+
+
+@pytest.mark.parametrize("command", [server_command(), worker_command_of()], ids=["server", "worker"])
+def test_every_option_has_a_row_and_a_variable(command: object) -> None:
+    options = [option for option in command.params if option.name not in ("version", "help")]  # type: ignore[attr-defined]
+    assert len(options) > 15
+    for option in options:
+        assert f"`{option.opts[0]}`" in TEXT
+        assert f"`{option.envvar}`" in TEXT
+
+
+def test_every_variable_that_the_code_reads_is_told() -> None:
+    read: set[str] = set()
+    for folder in ("protocol", "ps", "worker", "scripts"):
+        for path in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.sh")]:
+            read |= set(re.findall(r"\b(?:WEIGHMASTER|TF|NUMBA)_[A-Z][A-Z_]+[A-Z]\b", path.read_text()))
+    read -= {"TF_SECTION"}
+    assert len(read) > 5
+    assert {name for name in read if f"`{name}`" not in TEXT} == set()
+
+
+def test_the_variables_of_compose_are_told() -> None:
+    used = set()
+    for path in ROOT.glob("docker-compose*.yml"):
+        used |= set(re.findall(r"\$\{([A-Z_]+)", path.read_text()))
+    told = {
+        name
+        for row in _section("By compose").splitlines()
+        if row[:1] == "|"
+        for name in re.findall(r"`([A-Z_]+)`", row.split("|")[1])
+    }
+    assert used == told
+
+
+def test_what_compose_and_systemd_set_are_options() -> None:
+    known = {option.envvar for command in (server_command(), worker_command_of()) for option in command.params}
+    files = [*ROOT.glob("docker-compose*.yml"), *(ROOT / "scripts" / "systemd").iterdir()]
+    used = {name for path in files for name in re.findall(r"\bWEIGHMASTER_[A-Z_]+", path.read_text())}
+    assert len(used) > 15
+    assert used <= known
+
+
+def test_the_exit_codes_are_all_told() -> None:
+    rows = [row.split("|")[1] for row in _section("Exit codes").splitlines() if row[:1] == "|"]
+    told = {int(number) for row in rows for number in re.findall(r"\d+", row)}
+    assert told == {int(code) for code in ExitCode} | {137}
+
+
+def test_what_is_started_again_is_what_the_units_start_again() -> None:
+    again = set()
+    for row in _section("Exit codes").splitlines():
+        if row.endswith("| yes |"):
+            again |= {int(number) for number in re.findall(r"\d+", row.split("|")[1])}
+    for path in (ROOT / "scripts" / "systemd").glob("*.service"):
+        unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+        unit.optionxform = str  # type: ignore[assignment]
+        unit.read(path)
+        never = {int(code) for code in unit["Service"]["RestartPreventExitStatus"].split()}
+        assert {int(code) for code in ExitCode} - never - {0} | {137} == again
+        assert unit["Service"]["Restart"] == "on-failure"
+
+
+def _commands(program: str) -> list[list[str]]:
+    text = TEXT.replace("\\\n", " ")
+    found = re.findall(rf"{re.escape(program)} (--[^`\n\"]*)", text)
+    return [[word.replace("$rank", "0") for word in shlex.split(line)] for line in found]
+
+
+def test_the_commands_are_read_by_the_programs() -> None:
+    servers = [words for words in _commands("scripts/launch_ps.sh") if words != ["--help"]]
+    workers = [words for words in _commands("scripts/launch_worker.sh") if words != ["--help"]]
+    assert len(servers) >= 1
+    assert len(workers) >= 3
+    for words in servers:
+        parse_ps(words)
+    for words in workers:
+        parse_worker(words)
+
+
+def test_tokens_are_made_as_it_says() -> None:
+    asked: list[ps_command.TokenRequest] = []
+    command = ps_command.build_command(lambda _: 0, lambda request: asked.append(request) or 0)
+    for line in re.findall(r"weighmaster-ps token ([^;\n]*)", TEXT):
+        words = [word.replace("$rank", "1") for word in shlex.split(line)]
+        assert ps_command.execute(command, ["token", *words]) == 0
+    assert [(request.name, request.role, request.rank) for request in asked] == [
+        ("site-1", "worker", 1),
+        ("judge", "evaluator", None),
+    ]
+
+
+def test_the_versions_are_those_of_the_code() -> None:
+    assert f"the wire protocol, which is {VERSION}." in TEXT
+    from ps import checkpoint_format
+
+    assert f"Checkpoints have a version of their own, {checkpoint_format._VERSION}." in TEXT
+
+
+def test_the_line_that_is_shown_is_one_that_is_written() -> None:
+    (line,) = [json.loads(line) for line in TEXT.splitlines() if line.startswith('{"time"')]
+    event, fields = recognise(line["message"], log_events.EVENTS)
+    assert line["event"] == event
+    assert {**line, **fields} == line
+
+
+def test_the_events_to_alert_on_exist() -> None:
+    names = re.findall(r"`([a-z_]+)`", _section("Log lines").split("Alert on:", 1)[1].split(".", 1)[0])
+    assert len(names) > 5
+    assert set(names) <= {row.event for row in log_events.EVENTS}
+
+
+def test_the_scalars_for_tensorboard_are_told() -> None:
+    metrics = Metrics(loss=1.0, accuracy=1.0)
+    metrics._examples.extend([(0.0, 1), (1.0, 1)])
+    written = tensorboard.round_scalars(metrics, 0.1, {"NAME": 1.0}, 1.0)
+    written |= tensorboard.report_scalars(TestResult(1, 1.0, 1.0))
+    assert set(re.findall(r"`([a-z_]+(?:/NAME)?)`", _section("TensorBoard").split("of each worker", 1)[0])) == set(
+        written
+    )
+    assert f"first {tensorboard.ALL_KEPT:,} rounds" in TEXT
+
+
+def test_links_lead_somewhere() -> None:
+    for name in ("OPERATIONS.md", "SECURITY.md"):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (PAGE.parent / name).read_text()):
+            assert (PAGE.parent / target).exists(), target
