@@ -33,8 +33,8 @@ class Contender(Protocol):
     def worker_command(self, work: Workload, port: int, rank: int) -> list[str]:
         """Return the command line of one worker."""
 
-    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
-        """Return the command lines of the validators, if there are any."""
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return the command lines of whoever else is there: validators, or somebody who looks on."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Wire:
         own = ["--port", str(port), "--rank", str(rank)]
         return [str(compile_wire()), "worker", *own, *self._options(work)]
 
-    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
         """Return nothing: there are none."""
         return []
 
@@ -110,7 +110,7 @@ class Weighmaster:
         own = ["--port", str(port), "--rank", str(rank), "--parameters", str(work.parameters)]
         return [sys.executable, "-m", "benchmarks.push_worker", *own]
 
-    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
         """Return nothing: there are none."""
         return []
 
@@ -133,6 +133,24 @@ class Secured(Weighmaster):
 
 
 @dataclass(frozen=True)
+class Watched(Weighmaster):
+    """The product with TensorBoard's files, its page polled and its metrics scraped once a second."""
+
+    name: str = "weighmaster-watched"
+
+    def server_command(self, work: Workload, port_file: Path) -> list[str]:
+        """Return the command line of the server."""
+        page = ["--status-port", "0", "--status-port-file", str(page_directory() / "port")]
+        board = ["--tensorboard", str(port_file.with_name("board"))]
+        return [*super().server_command(work, port_file), *page, *board]
+
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return the command line of who looks on."""
+        own = ["--status-port-file", str(page_directory() / "port")]
+        return [[sys.executable, "-m", "benchmarks.onlooker", *own]]
+
+
+@dataclass(frozen=True)
 class Judged(Weighmaster):
     """The product with a validator in every round and a rule that judges by it; gradients have something in common.
 
@@ -151,7 +169,7 @@ class Judged(Weighmaster):
         """Return the command line of one worker."""
         return [*super().worker_command(work, port, rank), "--alike"]
 
-    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
         """Return the command line of the one validator."""
         own = ["--port", str(port), "--parameters", str(work.parameters), "--alike"]
         return [[sys.executable, "-m", "benchmarks.push_worker", *own]]
@@ -172,7 +190,7 @@ class Pickle:
         """Return the command line of one worker."""
         return [*self._command("worker", work), "--port", str(port), "--rank", str(rank)]
 
-    def validator_commands(self, work: Workload, port: int) -> list[list[str]]:
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
         """Return nothing: there are none."""
         return []
 
@@ -185,6 +203,7 @@ KNOWN: dict[str, Callable[[], Contender]] = {
     "wire": Wire,
     "weighmaster": Weighmaster,
     "weighmaster-tls": Secured,
+    "weighmaster-watched": Watched,
     "pickle": Pickle,
     "evidence": lambda: Judged("evidence", "evidence"),
     "master": Judged,
@@ -236,6 +255,14 @@ def compile_wire() -> Path:
     except subprocess.CalledProcessError as error:
         raise BenchmarkError(f"cc refused wire.c:\n{error.stderr}") from error
     return program
+
+
+@functools.cache
+def page_directory() -> Path:
+    """Make a directory for the port of the status page, once per process."""
+    directory = tempfile.mkdtemp(prefix="weighmaster-page-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 @functools.cache

@@ -48,8 +48,8 @@ def launched(contender: Contender, work: Workload) -> Iterator[Processes]:
         port = running.await_port(port_file)
         for rank in range(work.workers):
             running.start(f"worker{rank}", contender.worker_command(work, port, rank))
-        for number, command in enumerate(contender.validator_commands(work, port)):
-            running.start(f"validator{number}", command)
+        for number, command in enumerate(contender.other_commands(work, port)):
+            running.start(f"other{number}", command)
         yield running
 
 
