@@ -14,6 +14,9 @@ from protocol.transport import GRACE_S, Channel, Deadline, Patience, Wake
 RECEIVE_BLOCK = 1 << 22
 """Payloads are received in blocks of this size: asked for all at once, the kernel takes twice as long."""
 
+HEADER_BLOCK = 64 << 10
+"""Headers are received in blocks of this size: 20 bytes of a stranger must not make us take 16 MB."""
+
 HANDSHAKE_S = 10.0
 """Time for each step of the handshake."""
 
@@ -115,9 +118,7 @@ class Link:
         # The peer may be silent before a frame, and then has its time for the prefix.
         patience = Patience(0, self.silence_s, self.silence_s + GRACE_S if deadline is None else deadline.left_s)
         while True:
-            piece = bytearray(self.connection.needed)
-            self.channel.receive_into(memoryview(piece), patience)
-            self.heard_at = time.monotonic()
+            piece = self._receive_piece(self.connection.needed, patience)
             try:
                 message = self.connection.feed(bytes(piece))
             except RemoteProtocolError as error:
@@ -128,6 +129,16 @@ class Link:
                 return message
             if deadline is None:  # a header with a manifest may take as long as its size allows
                 patience = Patience(self.connection.needed, self.silence_s)
+
+    def _receive_piece(self, size: int, patience: Patience) -> bytearray:
+        """Receive `size` bytes; memory grows with what has come, not with what was announced."""
+        piece = bytearray()
+        while len(piece) < size:
+            block = bytearray(min(size - len(piece), HEADER_BLOCK))
+            self.channel.receive_into(memoryview(block), patience)
+            self.heard_at = time.monotonic()
+            piece += block
+        return piece
 
     def receive_payload(
         self,

@@ -146,18 +146,24 @@ class Door:
                     "%s was turned away: the server cannot take more connections: %s", caller.peer, error
                 )
                 caller.close()
-                self._left(source, proof_failed=False)
+                self._left(source)
 
-    def _left(self, source: Source, proof_failed: bool) -> None:
+    def _failed(self, source: Source) -> None:
+        """A connection could not prove itself."""
+        with self._at_doorstep:
+            self._doorstep.failed(source, time.monotonic())
+
+    def _left(self, source: Source) -> None:
         """A connection has proved itself, or ended before it could."""
         with self._at_doorstep:
-            self._doorstep.leave(source, proof_failed, time.monotonic())
+            self._doorstep.leave(source)
         if self._wake is not None:
             self._wake.set()
 
     def _start(self, number: int, channel: PlainChannel, source: Source) -> None:
         session = self._session_of(number, channel)
         session.leaves_door = partial(self._left, source)
+        session.proof_failed = partial(self._failed, source)
         with self._lock:
             self._sessions[number] = session
             if self._news is not None:  # who calls now is told that the run has ended, and need not try again

@@ -137,13 +137,15 @@ class Doorstep(Generic[C]):
                 return waiting.caller, source
         return None
 
-    def leave(self, source: Source, proof_failed: bool, now: float) -> None:
-        """Note that a caller of `source` has proved itself, failed to, or has gone."""
+    def failed(self, source: Source, now: float) -> None:
+        """Note that the proof of a caller of `source` was wrong; it is there until it leaves."""
+        self._back_off.failed(source, now)
+
+    def leave(self, source: Source) -> None:
+        """Note that a caller of `source` has proved itself, or has gone."""
         self._unproven[source] -= 1
         if self._unproven[source] <= 0:
             del self._unproven[source]
-        if proof_failed:
-            self._back_off.failed(source, now)
 
     def give_up(self, now: float) -> list[C]:
         """Take out and return those who have waited longer than any client does."""

@@ -98,8 +98,8 @@ class Session(threading.Thread):
         ended: set when nothing of this session touches the store any more.
         after_payload: what to do when the payload that is being dropped has been read.
         cut_because: why another session has cut this one; empty if none has.
-        leaves_door: told once that this is no stranger's connection any more, or has ended before it could be
-            more; its argument says whether the proof was wrong.
+        leaves_door: called once, when this is no stranger's connection any more, or has ended as one.
+        proof_failed: called when its proof is wrong, before it hears of it.
     """
 
     def __init__(self, number: int, channel: PlainChannel, server: "ParameterServer") -> None:
@@ -111,7 +111,8 @@ class Session(threading.Thread):
         self.ended = threading.Event()
         self.after_payload: Callable[[], None] | None = None
         self.cut_because = ""
-        self.leaves_door: Callable[[bool], None] = lambda proof_failed: None
+        self.leaves_door: Callable[[], None] = lambda: None
+        self.proof_failed: Callable[[], None] = lambda: None
         self._server = server
         self._faults = server.faults
         self._role, self._rank = Role.WORKER, AUTO_RANK
@@ -120,7 +121,6 @@ class Session(threading.Thread):
         self._wake = Wake()
         self._owes_values = False
         self._is_at_door = True
-        self._proof_failed = False
 
     def post(self, item: Outgoing) -> None:
         """Hand over something to send; safe from any thread."""
@@ -170,7 +170,7 @@ class Session(threading.Thread):
     def _leave_door(self) -> None:
         if self._is_at_door:
             self._is_at_door = False
-            self.leaves_door(self._proof_failed)
+            self.leaves_door()
 
     def _refuse(self, code: RefusalCode, reason: str) -> float:
         limit = self.link.connection.header_limit(Kind.REFUSED)
@@ -226,7 +226,7 @@ class Session(threading.Thread):
                 mac = prove(grant.token, Side.SERVER, *covered)
                 self.link.send(ServerProof(mac))
                 return _as_granted(who, grant)
-        self._proof_failed = True
+        self.proof_failed()
         logger.warning(
             "%s failed the proof as %s %r, rank %s", self.link.peer, hello.role, hello.name, _rank_text(hello.rank)
         )

@@ -226,13 +226,13 @@ class Siege:
         """Run an attack beside the honest workers until `over` is set; each returns how often it struck."""
         return [self.pool.submit(body, self.port, self.over) for _ in range(times)]
 
-    def bounded(self, memory_bytes: int = MEMORY_BYTES) -> None:
+    def bounded(self) -> None:
         """Fail if the server holds more than the limits allow."""
         now = held(self.server.pid)
         assert now.threads <= self.before.threads + MAX_UNPROVEN + SLACK
         descriptors = DESCRIPTORS_EACH * MAX_UNPROVEN + MAX_WAITING + SLACK
         assert now.descriptors <= self.before.descriptors + descriptors
-        assert now.memory_bytes <= self.before.memory_bytes + memory_bytes
+        assert now.memory_bytes <= self.before.memory_bytes + MEMORY_BYTES
 
     def recovers(self) -> None:
         """Wait until the server holds what it held before."""

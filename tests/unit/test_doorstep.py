@@ -103,7 +103,8 @@ def test_a_source_that_fails_is_delayed_and_comes_in_while_others_are_not_delaye
     for _ in range(FREE_FAILURES + 1):
         doorstep.arrive("wrong", FAR, 0.0)
         assert let_in(doorstep, 0.0) == ["wrong"]
-        doorstep.leave(FAR, True, 0.0)
+        doorstep.failed(FAR, 0.0)
+        doorstep.leave(FAR)
     doorstep.arrive("right", FAR, 1.0)
     doorstep.arrive("elsewhere", OTHER, 1.0)
     assert let_in(doorstep, 1.0) == ["elsewhere"]
@@ -120,14 +121,15 @@ def test_connections_that_were_waiting_when_a_proof_failed_are_delayed_too():
     while callers := let_in(doorstep, 0.0):
         tried += len(callers)
         for _ in callers:
-            doorstep.leave(FAR, True, 0.0)
+            doorstep.failed(FAR, 0.0)
+            doorstep.leave(FAR)
     assert tried <= FREE_FAILURES + MAX_UNPROVEN_OF_SOURCE
 
 
 def test_loopback_is_delayed_after_failures_like_everybody():
     doorstep = Doorstep()
     for _ in range(FREE_FAILURES + 1):
-        doorstep.leave(HERE, True, 0.0)
+        doorstep.failed(HERE, 0.0)
     doorstep.arrive("right", HERE, 0.0)
     assert let_in(doorstep, 0.0) == []
     assert let_in(doorstep, FIRST_S) == ["right"]
@@ -139,9 +141,9 @@ def test_four_of_an_address_are_served_and_the_fifth_waits_without_holding_up_ot
         doorstep.arrive(number, FAR, 0.0)
     doorstep.arrive("other", OTHER, 0.0)
     assert let_in(doorstep, 0.0) == [*range(MAX_UNPROVEN_OF_SOURCE), "other"]
-    doorstep.leave(OTHER, False, 0.0)
+    doorstep.leave(OTHER)
     assert let_in(doorstep, 0.0) == []
-    doorstep.leave(FAR, False, 0.0)
+    doorstep.leave(FAR)
     assert let_in(doorstep, 0.0) == [MAX_UNPROVEN_OF_SOURCE]
 
 
@@ -151,7 +153,7 @@ def test_thirty_two_are_served_in_all_from_loopback_or_from_everywhere(spread):
     for number in range(MAX_UNPROVEN + 1):
         doorstep.arrive(number, Source(str(number)) if spread else HERE, 0.0)
     assert let_in(doorstep, 0.0) == [*range(MAX_UNPROVEN)]
-    doorstep.leave(Source("0") if spread else HERE, False, 0.0)
+    doorstep.leave(Source("0") if spread else HERE)
     assert let_in(doorstep, 0.0) == [MAX_UNPROVEN]
 
 
@@ -179,6 +181,6 @@ def test_who_has_left_leaves_nothing_in_memory():
     for number in range(1000):
         doorstep.arrive(number, Source(str(number)), 0.0)
         doorstep.next(0.0)
-        doorstep.leave(Source(str(number)), False, 0.0)
+        doorstep.leave(Source(str(number)))
     assert not doorstep._unproven
     assert not doorstep._waiting
