@@ -14,7 +14,7 @@ for argument in "$@"; do
     fi
 done
 # All of them share the CPUs: most wait for processes that start. A few run one by one, as pytest is used to.
-if [ "${#arguments[@]}" -eq 0 ]; then selection+=(--numprocesses=auto --maxprocesses=4); fi
+if [ "${#arguments[@]}" -eq 0 ]; then selection+=(--numprocesses=auto --maxprocesses=4 --dist=worksteal); fi
 prepare_environment dev
 cd "$ROOT"
 # pytest ends with 5 when no test ran: an error like any other.
