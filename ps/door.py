@@ -74,8 +74,14 @@ class Door:
     def open(self, listener: Listener) -> None:
         """Begin to let connections in."""
         self._wake = Wake()
-        self._accepting = threading.Thread(target=self.accept, args=(listener,), name="accept")
+        self._accepting = threading.Thread(target=self._accept_or_tell, args=(listener,), name="accept")
         self._accepting.start()
+
+    def _accept_or_tell(self, listener: Listener) -> None:
+        try:
+            self.accept(listener)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not leave all before the door
+            self._broke(error)
 
     def announce(self, news: Finish) -> None:
         """Tell all that the run has ended, those who are still to come too; after its last step replies say so."""

@@ -35,8 +35,8 @@ def ending(tmp_path, monkeypatch, end):
     address, finishes = str(listener.address), []
     accepted, start = threading.Event(), server._door._start
 
-    def start_session(number, channel):
-        start(number, channel)
+    def start_session(*caller):
+        start(*caller)
         accepted.set()
 
     monkeypatch.setattr(server._door, "_start", start_session)

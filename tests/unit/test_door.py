@@ -131,3 +131,15 @@ def test_one_that_cannot_be_served_for_lack_of_threads_is_turned_away_and_holds_
     door.close(listener)
     assert not door.sessions()
     assert sum("was turned away" in text for text in caplog.messages) == MAX_UNPROVEN + 3
+
+
+def test_a_fault_of_the_door_itself_is_told_and_does_not_leave_everybody_before_it():
+    broken, told = ZeroDivisionError("a fault"), []
+
+    class Broken:
+        def accept(self, timeout_s, wake=None):
+            raise broken
+
+    door = Door(threading.RLock(), lambda number, channel: None, told.append)
+    door._accept_or_tell(Broken())
+    assert told == [broken]
