@@ -161,7 +161,8 @@ def test_what_is_killed_is_started_again_and_the_values_are_the_same(train):
     script.process.says(r"^worker-1 was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
     port = script.port
     script.process.says(r"^The parameter server was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
-    script.process.says(r"going on from step 60 of 100")
+    # Checkpoints are written while training goes on: that of step 60 may not be on the disk at step 67.
+    step = int(script.process.says(r"going on from step ([56]0) of 100")[1])
     script.process.ends_with(0)
     assert script.port == port, "else no worker would find it"
     assert script.has_left_nothing()
@@ -171,7 +172,7 @@ def test_what_is_killed_is_started_again_and_the_values_are_the_same(train):
     worker = (script.directory / "worker-1.log").read_text()
     said = [line for line in worker.splitlines() if line.startswith("injected:")]
     assert said == ["injected: kill at mid-push, rank 1, step 33"], "what it said before it died is kept"
-    assert "going on from step 60" in worker and "done at step 100" in worker
+    assert f"going on from step {step}" in worker and "done at step 100" in worker
     before, after = (load_file(run.directory / "model.safetensors") for run in (undisturbed, script))
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
