@@ -161,8 +161,9 @@ def test_what_is_killed_is_started_again_and_the_values_are_the_same(train):
     script.process.says(r"^worker-1 was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
     port = script.port
     script.process.says(r"^The parameter server was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
-    # Checkpoints are written while training goes on: that of step 60 may not be on the disk at step 67.
-    step = int(script.process.says(r"going on from step ([56]0) of 100")[1])
+    # Checkpoints are written while training goes on: which one is on the disk at step 67 is up to the disk.
+    step = int(script.process.says(r"going on from step (\d+) of 100")[1])
+    assert step <= 67
     script.process.ends_with(0)
     assert script.port == port, "else no worker would find it"
     assert script.has_left_nothing()
