@@ -6,14 +6,13 @@ fingerprint; there is no way round either.
 
 import hashlib
 import hmac
-import os
 import re
 import ssl
-import stat
 from pathlib import Path
 
 from protocol.errors import ConfigurationError, ConnectionLost, Refused, RemoteProtocolError, WeighmasterError
 from protocol.messages import RefusalCode
+from protocol.own_files import read_own_file
 from protocol.tls import TlsChannel, Unsecured
 from protocol.tls_failures import (
     NO_CERTIFICATE,
@@ -23,11 +22,7 @@ from protocol.tls_failures import (
     refused_by_client,
     refused_by_server,
 )
-from protocol.tokens import SECRETS_DIRECTORY
 from protocol.transport import Address, PlainChannel
-
-MAX_FILE_BYTES = 1 << 20
-"""A chain of certificates is a few kilobytes; all authorities of a system are 300 KB."""
 
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[^-]+-----END CERTIFICATE-----")
 _KEY = re.compile(r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----")
@@ -258,17 +253,4 @@ def _load_authority(context: ssl.SSLContext, authority: Path) -> None:
 
 
 def _read(option: str, path: Path, is_secret: bool = False) -> str:
-    try:  # not blocking: a pipe must be refused, not waited for
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        raise ConfigurationError(f"{option} {path} cannot be read: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
-            raise ConfigurationError(f"{option} {path} is not a plain file of at most 1 MB")
-        if is_secret and status.st_mode & 0o077 and not path.absolute().is_relative_to(SECRETS_DIRECTORY):
-            raise ConfigurationError(f"{option} {path} can be read by others: `chmod 600 {path}` first")
-        with os.fdopen(descriptor, encoding="latin-1", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
+    return read_own_file(option, path, is_secret).decode("latin-1")

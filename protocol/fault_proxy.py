@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import NoReturn
 from protocol.errors import ConfigurationError, Interrupted, WeighmasterError
 from protocol.frame_faults import KINDS, Fault
 from protocol.proxy import FaultProxy
-from protocol.transport import Address
+from protocol.transport import parse_address
 
 PROGRAM = "weighmaster-proxy"
 """With this name begins the sentence that ends the process."""
@@ -53,18 +52,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}. See `python -m protocol.fault_proxy --help`.")
 
 
-def parse_address(text: str) -> Address:
-    """Read `HOST:PORT`; an IPv6 address stands in brackets.
-
-    Raises:
-        ConfigurationError: the text is no address.
-    """
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):([0-9]{1,5})", text)
-    if match is None or not 0 < int(match[3]) <= 65535:
-        raise ConfigurationError(f"--to {text!r} is not HOST:PORT with a port from 1 to 65535")
-    return Address(match[1] or match[2], int(match[3]))
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line: `to` (Address), `port`, `port_file` (Path or None), `faults` (list of Fault).
 
@@ -85,7 +72,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
         raise ConfigurationError(f"--port {options.port} is not a port from 0 to 65535")
-    options.to = parse_address(options.to)
+    try:
+        options.to = parse_address(options.to)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--to {error}") from error
     options.faults = [Fault.parse(text) for text in options.faults]
     return options
 

@@ -12,13 +12,10 @@ from pathlib import Path
 
 from protocol.errors import ConfigurationError
 from protocol.messages import AUTO_RANK, Role
+from protocol.own_files import read_own_file
 from protocol.proof import check_token
 
 TOKEN_BYTES = 32
-SECRETS_DIRECTORY = Path("/run/secrets")
-"""Container engines fix the mode of files here, so it is not judged."""
-
-MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -97,22 +94,10 @@ def read_secret(path: Path) -> str:
     Raises:
         ConfigurationError: it is missing, not a plain file, too long, or others may read it.
     """
-    try:  # not blocking: a pipe must be refused, not waited for
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        raise ConfigurationError(f"the token file {path} cannot be read: {error.strerror}") from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
-            raise ConfigurationError(f"the token file {path} is not a plain file of at most 1 MB")
-        if status.st_mode & 0o077 and not path.absolute().is_relative_to(SECRETS_DIRECTORY):
-            raise ConfigurationError(f"the token file {path} can be read by others: `chmod 600 {path}` first")
-        with os.fdopen(descriptor, encoding="utf-8", closefd=False) as file:
-            return file.read()
+        return read_own_file("the token file", path, is_secret=True).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"the token file {path} is not text") from error
-    finally:
-        os.close(descriptor)
 
 
 def append_grant(path: Path, grant: Grant) -> None:

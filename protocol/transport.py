@@ -7,6 +7,7 @@ A data socket blocks, with `SO_RCVTIMEO` and `SO_SNDTIMEO` of one second (a sock
 import contextlib
 import errno
 import ipaddress
+import re
 import select
 import socket
 import struct
@@ -47,6 +48,20 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Read `HOST:PORT`; an IPv6 address stands in brackets, as in `[::1]:5014`.
+
+    Raises:
+        ConfigurationError: the text is no address.
+    """
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII)
+    if match is None or not 0 < int(match[3]) <= 65535:
+        raise ConfigurationError(
+            f"{text!r} is not HOST:PORT with a port from 1 to 65535; write an IPv6 address as [::1]:5014"
+        )
+    return Address(match[1] or match[2], int(match[3]))
 
 
 class Deadline:

@@ -24,7 +24,8 @@ from ps.aggregation import (
     Rule,
     TrimmedMean,
 )
-from ps.config import DEFAULT_WEIGHT_DECAY, RULES_OF_MEANS, ServerConfig
+from ps.combinations import RULES_OF_MEANS
+from ps.config import ServerConfig
 from ps.ensemble import ActsOn, Head
 from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.evidence import Evidence
@@ -47,8 +48,8 @@ def make_optimizer(config: ServerConfig) -> Optimizer:
         case "adam":
             return Adam(config.beta1, config.beta2, config.epsilon)
         case "adamw":
-            decay = DEFAULT_WEIGHT_DECAY if config.weight_decay is None else config.weight_decay
-            return AdamW(config.beta1, config.beta2, config.epsilon, decay)
+            assert config.decay_of_weights is not None
+            return AdamW(config.beta1, config.beta2, config.epsilon, config.decay_of_weights)
         case _:
             return SGD(config.momentum, config.nesterov)
 

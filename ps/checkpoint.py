@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from ps.checkpoint_format import (
     load,
     write_into,
 )
+from ps.directories import make_own_directory
 
 __all__ = ["NO_FAULTS", "CheckpointDirectory", "Faults", "NoFaults", "Snapshot", "checkpoints_in", "load"]
 
@@ -229,17 +229,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 def _make_directory(path: Path) -> None:
     is_new = not os.path.lexists(path)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
-    problem = ""
-    if stat.S_ISLNK(status.st_mode):
-        problem = "is a link: name the directory itself"
-    elif os.geteuid() not in (0, status.st_uid):  # root in a container works in directories of the host's users
-        problem = "belongs to somebody else: name one of your own"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"can be written by others: `chmod go-w {path}` first"
-    if problem:
-        raise ConfigurationError(f"the checkpoint directory {path} {problem}")
+    make_own_directory("the checkpoint directory", path)
     if is_new:
         sync_directory(path.parent)
 

@@ -23,7 +23,6 @@ from ps.combinations import (
     check_combination,
     option_name,
 )
-from ps.combinations import RULES_OF_MEANS as RULES_OF_MEANS
 from ps.machine import available_cpus, memory_limit_bytes
 
 MEMORY_SHARE = 0.8

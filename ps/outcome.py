@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import stat
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from protocol.errors import CheckpointError, ConfigurationError
+from ps.directories import make_own_directory
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -22,25 +22,13 @@ logger = logging.getLogger("weighmaster.ps")
 def make_run_directory(path: Path) -> None:
     """Make the directory of a run, for the owner alone; one that is there must be his own.
 
-    Tokens may lie in it, and files that whoever writes in it could put links in the place of.
-
     Raises:
         ConfigurationError: it cannot be made, is a link, belongs to somebody else, or others may write in it.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
+        make_own_directory("the run directory", path)
     except OSError as error:
         raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
-    problem = ""
-    if stat.S_ISLNK(status.st_mode):
-        problem = "is a link: name the directory itself"
-    elif os.geteuid() not in (0, status.st_uid):  # root in a container works in directories of the host's users
-        problem = "belongs to somebody else: name one of your own"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"can be written by others: `chmod go-w {path}` first"
-    if problem:
-        raise ConfigurationError(f"the run directory {path} {problem}")
 
 
 def check_writable(option: str, path: Path) -> None:

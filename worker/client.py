@@ -40,8 +40,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.tensors import Layout, Manifest
-from protocol.transport import Deadline
-from worker.config import parse_address
+from protocol.transport import Deadline, parse_address
 from worker.handshake import hear
 from worker.reconnect import Caller, ClientConfig
 from worker.scatter import Buffers, Scatter

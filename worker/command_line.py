@@ -14,7 +14,7 @@ import cloup
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.injection import GOES, Action
 from protocol.messages import Side
-from protocol.transport import Address
+from protocol.transport import Address, parse_address
 from worker.config import (
     DATASETS,
     DEFAULT_BATCH_SIZE,
@@ -25,7 +25,6 @@ from worker.config import (
     WorkerConfig,
     default_of,
     option_name,
-    parse_address,
     parse_tf_config,
 )
 from worker.faults import FAULTS

@@ -14,7 +14,7 @@ from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import Side
-from protocol.transport import Address
+from protocol.transport import Address, parse_address
 from worker.faults import parse_fault
 
 DEFAULT_ADDRESS = Address("127.0.0.1", 5014)
@@ -199,20 +199,6 @@ def default_of(name: str) -> Any:
 def _check_name(name: str) -> None:
     if not (0 < len(name) <= 128 and name.isprintable() and len(name.split()) == 1 and name != "*"):
         raise ConfigurationError(f"--name must be 1 to 128 printable characters without spaces, not {name!r}")
-
-
-def parse_address(text: str) -> Address:
-    """Read `HOST:PORT`; an IPv6 address stands in brackets, as in `[::1]:5014`.
-
-    Raises:
-        ConfigurationError: the text is no address.
-    """
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII)
-    if match is None or not 0 < int(match[3]) <= 65535:
-        raise ConfigurationError(
-            f"{text!r} is not HOST:PORT with a port from 1 to 65535; write an IPv6 address as [::1]:5014"
-        )
-    return Address(match[1] or match[2], int(match[3]))
 
 
 # ---- TF_CONFIG -----------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_reasons_that_are_no_alert_say_nothing_of_certificates():
 
 
 def test_files_under_run_secrets_are_not_judged_by_their_mode(issued, monkeypatch):
-    monkeypatch.setattr("protocol.certificates.SECRETS_DIRECTORY", issued.key.parent)
+    monkeypatch.setattr("protocol.own_files.SECRETS_DIRECTORY", issued.key.parent)
     issued.key.chmod(0o644)
     assert ServerTls(issued.certificate, issued.key).certificate == issued.digest
 

@@ -47,8 +47,8 @@ from protocol.messages import (
 )
 from protocol.proof import NO_PROOF, prove
 from protocol.tensors import Layout, Manifest
-from protocol.transport import Address, Deadline, Listener, Patience
-from worker.client import connect, parse_address
+from protocol.transport import Address, Deadline, Listener, Patience, parse_address
+from worker.client import connect
 
 EPOCH = 1000
 VARIABLES = {

@@ -28,7 +28,7 @@ MAY_IMPORT_SOCKETS = {
     "protocol/proxy.py",  # no part of a run: it breaks connections as transport must never do
 }
 SHELLS_OF_PROTOCOL = {
-    *("protocol/transport.py", "protocol/link.py", "protocol/tokens.py"),
+    *("protocol/transport.py", "protocol/link.py", "protocol/tokens.py", "protocol/own_files.py"),
     *("protocol/tls.py", "protocol/certificates.py"),
     *("protocol/proxy.py", "protocol/fault_proxy.py", "protocol/injector.py"),
 }

@@ -583,7 +583,8 @@ def test_a_hold_without_cut_off_is_spared_and_the_next_oldest_gives_way():
     assert first_value(checkpoint.version) == 0
 
 
-def test_an_update_that_waits_goes_on_when_another_thread_releases_the_last_hold(monkeypatch):
+def waits_of_versions(monkeypatch):
+    """Return an event that is set once an update waits for the release of a version."""
     waiting = threading.Event()
 
     class Watched(threading.Condition):
@@ -592,6 +593,11 @@ def test_an_update_that_waits_goes_on_when_another_thread_releases_the_last_hold
             return super().wait(timeout)
 
     monkeypatch.setattr("ps.versions.threading", SimpleNamespace(Condition=Watched, Lock=threading.Lock))
+    return waiting
+
+
+def test_an_update_that_waits_goes_on_when_another_thread_releases_the_last_hold(monkeypatch):
+    waiting = waits_of_versions(monkeypatch)
     store, apply = counting_store(release_timeout_s=3600.0)
     checkpoint = store.hold(None)
     apply()
@@ -613,14 +619,7 @@ def test_an_update_that_waits_goes_on_when_another_thread_releases_the_last_hold
 
 
 def test_who_releases_in_the_time_of_grace_is_not_cut_off(monkeypatch):
-    waiting = threading.Event()
-
-    class Watched(threading.Condition):
-        def wait(self, timeout=None):
-            waiting.set()  # under the lock, which a release has to take: it comes after the wait began
-            return super().wait(timeout)
-
-    monkeypatch.setattr("ps.versions.threading", SimpleNamespace(Condition=Watched, Lock=threading.Lock))
+    waiting = waits_of_versions(monkeypatch)
     store, apply = counting_store(grace_s=3600.0)
     oldest = store.hold(never)
     apply()

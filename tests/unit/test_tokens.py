@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from protocol import tokens
 from protocol.errors import ConfigurationError
 from protocol.messages import AUTO_RANK, Role
+from protocol.own_files import MAX_FILE_BYTES
 from protocol.tokens import (
-    MAX_FILE_BYTES,
     Grant,
     append_grant,
     candidates,
@@ -139,7 +138,7 @@ def test_a_file_that_others_may_touch_is_refused_with_what_to_do(token_file, mod
 
 def test_the_mode_of_a_container_engines_secret_is_not_judged(token_file, monkeypatch):
     token_file.chmod(0o444)
-    monkeypatch.setattr(tokens, "SECRETS_DIRECTORY", token_file.parent)
+    monkeypatch.setattr("protocol.own_files.SECRETS_DIRECTORY", token_file.parent)
     assert read_grants(token_file)
 
 

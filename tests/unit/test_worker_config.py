@@ -11,10 +11,10 @@ import pytest
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import Role
-from protocol.transport import Address
+from protocol.transport import Address, parse_address
 from tests.unit.authority import Authority
 from worker.command_line import build_command, execute, parse
-from worker.config import ROLES, ClusterTask, WorkerConfig, available_cpus, parse_address, parse_tf_config
+from worker.config import ROLES, ClusterTask, WorkerConfig, available_cpus, parse_tf_config
 from worker.faults import FAULTS
 
 CLUSTER = {"ps": ["ps.example:7000"], "worker": ["a:1", "b:1", "c:1"]}
