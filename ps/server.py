@@ -481,7 +481,7 @@ class ParameterServer:
 
     def _update(self, closing: CloseRound) -> Closed:
         """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
-        closed = self._mode.close(closing, [self._name_of(c.rank) for c in closing.contributions])
+        closed = self._mode.close(closing, self._names_in(closing))
         self._coordinator.alarmed = self._closer.wants_validation
         self._take_vote()
         return closed
@@ -492,14 +492,13 @@ class ParameterServer:
             message = Weights(self.epoch, self._coordinator.step, sending.seq)
             session.post(Answered(message, self._members.weights_for(sending.rank)))
 
-    def _name_of(self, rank: int) -> str:
-        return self._coordinator.registry.members[rank].name
+    def _names_in(self, closing: CloseRound | SkipRound) -> list[str]:
+        return [self._coordinator.registry.members[c.rank].name for c in closing.contributions]
 
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
         self._mode.learn()
         self._record.add(closing, closed, self._closer.rule, time.monotonic())
-        names = [self._name_of(c.rank) for c in closing.contributions]
-        self._onlookers.round_closed(closing, closed, names, self._record)
+        self._onlookers.round_closed(closing, closed, self._names_in(closing), self._record)
         if self._checkpoints is not None:
             self._checkpoints.take_due(self._parts)
         if self._closer.unapplied >= MAX_UNAPPLIED:
