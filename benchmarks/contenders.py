@@ -53,7 +53,7 @@ class Wire:
     name: str = "wire"
     block: int = 4 << 20
     congestion: str = "reno"
-    send_buffer: int = 0
+    send_buffer: int = 512 << 10
     receive_buffer: int = 0
     huge: int = 1
 

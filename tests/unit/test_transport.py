@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from protocol import transport
 from protocol.certificates import ClientTls, ServerTls
 from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent
 from protocol.transport import (
+    LOCAL_SEND_BYTES,
     MAX_BUFFERS,
     Address,
     Channel,
@@ -553,7 +555,16 @@ def test_which_hosts_are_loopback_is_told_without_asking_the_network(host, loopb
     assert is_loopback(host) is loopback
 
 
-# ---- congestion control --------------------------------------------------------------------------------
+# ---- what is asked of the kernel -----------------------------------------------------------------------
+
+
+def test_what_is_on_its_way_within_a_machine_stays_small():
+    """Linux grants twice what is asked, for its own book-keeping, and no more than the machine allows."""
+    allowed = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with channels() as both:
+        for channel in both:
+            granted = channel._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            assert granted == 2 * min(LOCAL_SEND_BYTES, allowed)
 
 
 def congestion_of(channel_or_socket):
