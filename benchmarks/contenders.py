@@ -8,9 +8,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.attacker import MEMBERS, STRANGERS
 from benchmarks.processes import BenchmarkError
 from benchmarks.workload import LEARNING_RATE, Workload
 
@@ -151,6 +153,29 @@ class Watched(Weighmaster):
 
 
 @dataclass(frozen=True)
+class Attacked(Weighmaster):
+    """The product while somebody attacks it in one of the ways of `benchmarks.attacker`.
+
+    Attributes:
+        attack: which.
+    """
+
+    attack: str = ""
+
+    def server_command(self, work: Workload, port_file: Path) -> list[str]:
+        """Return the command line of the server, with a rank more for a malicious worker; no round waits for it."""
+        if self.attack not in MEMBERS:
+            return super().server_command(work, port_file)
+        room = replace(work, workers=work.workers + 1)
+        return [*super().server_command(room, port_file), "--quorum", str(work.workers)]
+
+    def other_commands(self, work: Workload, port: int) -> list[list[str]]:
+        """Return the command line of the attacker."""
+        own = ["--port", str(port), "--rank", str(work.workers), "--parameters", str(work.parameters)]
+        return [[sys.executable, "-m", "benchmarks.attacker", *own, "--attack", self.attack]]
+
+
+@dataclass(frozen=True)
 class Judged(Weighmaster):
     """The product with a validator in every round and a rule that judges by it; gradients have something in common.
 
@@ -204,6 +229,7 @@ KNOWN: dict[str, Callable[[], Contender]] = {
     "weighmaster": Weighmaster,
     "weighmaster-tls": Secured,
     "weighmaster-watched": Watched,
+    **{f"attacked-{name}": partial(Attacked, f"attacked-{name}", name) for name in (*STRANGERS, *MEMBERS)},
     "pickle": Pickle,
     "evidence": lambda: Judged("evidence", "evidence"),
     "master": Judged,

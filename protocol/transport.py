@@ -31,8 +31,8 @@ GRACE_S = 10.0
 """Added to the time that the minimum rate allows."""
 
 LOCAL_SEND_BYTES = 512 << 10
-"""Send buffer that is asked for between processes of one machine, so that what is on its way stays in the cache. On a
-network the kernel's own choice is better, which grows with the distance."""
+"""Send buffer that is asked for between processes of one machine, so that what is on its way stays in the cache.
+On a network the kernel's own choice is better, which grows with the distance."""
 
 BACKLOG = 128
 
