@@ -31,6 +31,7 @@ class Coordinator(Course):
         returns = before is not None and before.session is None
         is_new = before is None or before.incarnation != who.incarnation
         least = attendance.slowest(self)
+        were_too_few = attendance.decisive_loss(self) is not None
         software = before.software if before is not None else ""
         member = self.registry.bind(session, who, granted, threads, now)
         if self.phase is Phase.ENDED:
@@ -45,6 +46,10 @@ class Coordinator(Course):
             self.has_changed = f"{member.label} computes on {who.software}, and before on {software}"
             told.append(Announce(f"{self.has_changed}: the last bits may differ", warning=True))
         member.clock = max(member.clock, least or 0)
+        if (
+            were_too_few and attendance.decisive_loss(self) is None
+        ):  # that wait is over: who is here may take its time
+            self.last_push_at = now
         if is_new and self.policy.shrink and self.phase is Phase.RUNNING and self.open_round.has_begun:
             member.since_step = self.step + 1
         if self.phase is Phase.GATHERING and self._may_start(now):
@@ -324,8 +329,13 @@ class Coordinator(Course):
         yield from self._finish(Status.LOST, waits.not_returned(self, member))
 
     def _check_idle(self, now: float) -> Iterator[Instruction]:
-        """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise."""
-        if self.phase is Phase.RUNNING and now - self.last_push_at >= self.policy.idle_timeout_s:
+        """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise.
+
+        While too few are there, what counts is the time in which somebody may return.
+        """
+        if self.phase is not Phase.RUNNING or now - self.last_push_at < self.policy.idle_timeout_s:
+            return
+        if attendance.decisive_loss(self) is None:
             yield from self._finish(Status.NO_PROGRESS, waits.idle(self))
 
     def _check_held(self, now: float) -> Iterator[Instruction]:

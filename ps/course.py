@@ -65,7 +65,8 @@ class Course:
         duplicates, stale, rejected: pushes by rank that were a repetition, of another step or epoch, not finite.
         late: pushes by rank that came when their round had closed without them.
         left_out_rounds: rounds that closed without a rank that had not left on purpose.
-        last_push_at: when the last push came, or the run began to wait for one (monotonic seconds).
+        last_push_at: when the last push came, or the run began to wait for one, as it does anew when enough ranks
+            are back (monotonic seconds).
         held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
         is_resumed: the run goes on from a checkpoint.
         has_changed: what became different in the course of the run, by which bits may differ, or None.
@@ -231,11 +232,16 @@ class Course:
             if not (m.finished or m.excused or m.rank in self.open_round.references)
         ]
 
-    def absent(self) -> list[int]:
-        """Return the ranks that the open round waits for, ascending."""
+    def present(self) -> set[int]:
+        """Return the ranks that have done what the open round asks for now: pushed, or shown their answers."""
         there = set(self.open_round.pushes)
         if self._weighs_examples and self.open_round.weighed is None:
             there |= set(self.open_round.answers)
+        return there
+
+    def absent(self) -> list[int]:
+        """Return the ranks that the open round waits for, ascending."""
+        there = self.present()
         return [rank for rank in attendance.awaited(self) if rank not in there]
 
     def _close_if_complete(self, now: float) -> Iterator[Instruction]:

@@ -162,10 +162,19 @@ def put_on_probation(run: "Course", rank: int) -> str:
 
 
 def idle(run: "Course") -> str:
-    """Say why a run ends to which nobody pushes."""
+    """Say why a run ends to which nobody pushes: who could, and has not."""
+    there = run.present()
+    silent = [rank for rank in attendance.live(run) if rank not in there]
+    match len(silent):
+        case 0:
+            who = "and nobody is connected who could; start workers"
+        case 1:
+            who = f"though {name_ranks(silent)} is connected; look at what it does"
+        case _:
+            who = f"though {name_ranks(silent)} are connected; look at what they do"
     return (
-        f"no push has come for {run.policy.idle_timeout_s:g} s at step {run.step}, though "
-        f"{name_ranks(attendance.live(run))} are connected; look at what they do, or allow more with --idle-timeout"
+        f"no push has come for {run.policy.idle_timeout_s:g} s at step {run.step}, {who}, "
+        "or allow more with --idle-timeout"
     )
 
 

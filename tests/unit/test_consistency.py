@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Role, Status
-from ps import attendance, course_state
+from ps import attendance, course_state, waits
 from ps.instructions import CloseRound, Drop, Finish, SkipRound, Take
 from ps.policy import Consistency, Phase
 from tests.unit.course import POLICY, Client, Run, replies, running, texts
@@ -347,6 +347,56 @@ def test_a_run_to_which_nobody_pushes_ends(policy):
     assert run.finish is None
     run.wait(1)
     assert run.finish.status is Status.NO_PROGRESS and "no push has come for 500 s" in run.finish.reason
+
+
+@pytest.mark.parametrize("policy", [{}, SHRINK, {"quorum": 1}, ASYNC, SSP])
+def test_when_all_are_lost_the_time_to_return_counts_and_not_the_idle_one(policy):
+    run, zero, one = running(idle_timeout_s=15, **policy)
+    run.lose(zero), run.lose(one)
+    run.wait(16)
+    assert run.finish is None, "they may return within 20 s"
+    run.join(zero), run.join(one)
+    run.wait(14)
+    assert run.finish is None, "who has just returned is not idle yet"
+    run.wait(1)
+    assert run.finish.status is Status.NO_PROGRESS and "ranks 0 and 1 are connected" in run.finish.reason
+
+
+def test_a_rank_that_waits_for_one_that_is_lost_is_not_idle():
+    run, zero, one = running(idle_timeout_s=15)
+    run.push(zero)
+    run.lose(one)
+    run.wait(POLICY.rejoin_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST and "rank 1" in run.finish.reason
+
+
+def test_only_those_are_called_idle_that_have_not_pushed():
+    run, zero, _one = running(idle_timeout_s=15)
+    run.push(zero)
+    run.wait(15)
+    assert run.finish == Finish(
+        Status.NO_PROGRESS,
+        "no push has come for 15 s at step 0, though rank 1 is connected; look at what it does, "
+        "or allow more with --idle-timeout",
+    )
+
+
+def test_an_idle_run_without_anybody_has_a_sentence_too():
+    run, zero, one = running()
+    run.lose(zero), run.lose(one)
+    assert "and nobody is connected who could; start workers" in waits.idle(run.coordinator)
+
+
+def test_a_rank_on_probation_that_pushes_nothing_is_idle():
+    run, zero, _one = running(steps=9, idle_timeout_s=100, **SHRINK)
+    for _ in range(attendance.MAX_LATE_ROUNDS):
+        run.push(zero)
+        run.wait(POLICY.round_timeout_s)
+    run.lose(zero)
+    run.wait(100)
+    assert "though rank 1 is connected" in run.finish.reason
 
 
 # ---- a restart -----------------------------------------------------------------------------------------
