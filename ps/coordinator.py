@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from protocol.messages import Logits, Push, Role, Status
 from ps import attendance, waits
 from ps.course import Course, Pending
-from ps.instructions import Announce, AskInitial, Begin, Contribution, Drop, Instruction, SendWeights, Take
+from ps.instructions import (
+    Announce,
+    AskInitial,
+    Begin,
+    Contribution,
+    Drop,
+    Instruction,
+    SendWeights,
+    Take,
+    Useless,
+)
 from ps.members import Granted, Identity, Member, SessionId, labelled, name_ranks
 from ps.policy import Phase
 from ps.rounds import Answer
+
+OF_NOBODY = Drop(Useless.STALE, "it comes from nobody who may push")
 
 
 @dataclass
@@ -192,18 +204,36 @@ class Coordinator(Course):
         """The header of a push is here; decide where its payload goes. Only a `Take` may count."""
         member = self.registry.of(session)
         if member is None:
-            return Drop(())
+            return OF_NOBODY
         untimely = self._untimely(member, push)
         if untimely is not None:
             return untimely
         if member.role is Role.VALIDATOR and not self.open_round.validated:
-            return self._drop(member, push, self.stale, f"round {self.step} is not one to validate")
+            return Drop(Useless.STALE, f"round {self.step} is not one to validate")
         if self._in_round(member):
             reason = f"an earlier push of {member.label} is in round {self.step} already"
-            return self._drop(member, push, self.duplicates, reason)
+            return Drop(Useless.DUPLICATE, reason)
         if self._weighs_examples and member.rank not in (self.open_round.weighed or ()):
-            return self._drop(member, push, self.stale, "its logits must be weighed before its gradient")
+            return Drop(Useless.STALE, "its logits must be weighed before its gradient")
         return Take(member.rank)
+
+    def dropped(self, session: SessionId, message: Push | Logits, verdict: Drop, now: float) -> list[Instruction]:
+        """The payload of a push, or of logits, that was to be dropped has been read: count and answer it.
+
+        Args:
+            session: who sent it.
+            message: its header.
+            verdict: what was decided of it when that came.
+            now: monotonic seconds.
+        """
+        member = self.registry.of(session)
+        if member is None:
+            return []  # an evaluator's, or its connection was replaced: the newcomer speaks for the rank
+        if verdict.counted is None:
+            if self._has_weights(member, message):
+                return [SendWeights(session, member.rank, message.seq)]
+            verdict = self._too_late(member, message) or self._not_in_round(member)
+        return list(self._forget(member, message, verdict, now))
 
     def push_arrived(
         self,
@@ -228,11 +258,10 @@ class Coordinator(Course):
         if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
         self.last_push_at = now
-        other = self._of_other_step(push.step)
-        if self.phase is not Phase.RUNNING or other or self._in_round(member):
-            if member.role is Role.VALIDATOR or self.policy.leaves_out:  # its round has closed without it
-                reason = other or f"the push is of step {push.step}, the run has ended at {self.step}"
-                return list(self._drop(member, push, self._counter_of(member, push.step), reason).then)
+        too_late = self._too_late(member, push)
+        if too_late is not None or self._in_round(member):
+            if too_late is not None and (member.role is Role.VALIDATOR or self.policy.leaves_out):
+                return list(self._forget(member, push, too_late, now))  # its round has closed without it
             return []
         refused = problem
         if bad_variable is not None:
@@ -275,25 +304,40 @@ class Coordinator(Course):
         """The header of a member's logits is here; decide where they go."""
         member = self.registry.of(session)
         if member is None:
-            return Drop(())
+            return OF_NOBODY
         untimely = self._untimely(member, logits)
         if untimely is not None:
             return untimely
-        weighed = self.open_round.weighed
-        if self._in_round(member) or (weighed is not None and member.rank not in weighed):
-            reason = f"{member.label} takes no part in round {self.step}, which is under way"
-            return self._drop(member, logits, self.stale, reason, min_step=self.step + 1)
-        if weighed is not None:  # as they were computed before: a member that started again computes the same
-            return Drop((SendWeights(session, member.rank, logits.seq),))
+        if self._has_weights(member, logits):  # as they were computed before: who started again computes the same
+            return Drop(None)
+        if self._in_round(member) or self.open_round.weighed is not None:
+            return self._not_in_round(member)
         return Take(member.rank)
+
+    def _has_weights(self, member: Member, message: Push | Logits) -> bool:
+        """Say whether the examples of a member have been weighed in the round that a message is of."""
+        weighed = self.open_round.weighed
+        is_open = self.phase is Phase.RUNNING and message.step == self.step
+        return is_open and weighed is not None and member.rank in weighed and not self._in_round(member)
+
+    def _not_in_round(self, member: Member) -> Drop:
+        reason = f"{member.label} takes no part in round {self.step}, which is under way"
+        return Drop(Useless.STALE, reason, min_step=self.step + 1)
 
     def logits_arrived(self, session: SessionId, logits: Logits, problem: str, now: float) -> list[Instruction]:
         """A member's logits are complete; `problem` says why they cannot be used, or is empty."""
         member = self.registry.of(session)
-        if member is None or self.phase is not Phase.RUNNING or logits.step != self.step or self._in_round(member):
+        if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        if self.open_round.weighed is not None:
+        too_late = self._too_late(member, logits)
+        if too_late is not None or self._in_round(member):
+            if too_late is not None and self.policy.leaves_out:
+                return list(self._forget(member, logits, too_late, now))  # its round has closed without it
+            return []
+        if self._has_weights(member, logits):
             return [SendWeights(session, member.rank, logits.seq)]
+        if self.open_round.weighed is not None:  # it goes on without it
+            return list(self._forget(member, logits, self._not_in_round(member), now))
         self.last_push_at = now
         if self.open_round.began is None:
             self.open_round.began = now

@@ -20,6 +20,7 @@ from ps.instructions import (
     Reply,
     SendWeights,
     SkipRound,
+    Useless,
     WeighAnswers,
 )
 from ps.members import Member, Registry, SessionId
@@ -142,16 +143,22 @@ class Course:
     def _untimely(self, member: Member, message: Push | Logits) -> Drop | None:
         """Drop what cannot count at the present step, or was judged before; None if it is neither."""
         if message.epoch != self.epoch:
-            return self._drop(member, message, self.stale, "the push was computed before the server started anew")
+            return Drop(Useless.STALE, "the push was computed before the server started anew")
         if message.seq <= member.last_seq:
-            return self._drop(member, message, self.duplicates)
+            return Drop(Useless.DUPLICATE)
         if self.phase in (Phase.GATHERING, Phase.INITIALISING):
-            return self._drop(member, message, self.stale, "the push came before the first values")
+            return Drop(Useless.STALE, "the push came before the first values")
+        return self._too_late(member, message)
+
+    def _too_late(self, member: Member, message: Push | Logits) -> Drop | None:
+        """Drop what is of a step that has no use for it any more, or not yet; None if it can be used."""
         problem = self._of_other_step(message.step)
-        if problem or self.phase is not Phase.RUNNING:
-            reason = problem or f"the push is of step {message.step}, the run has ended at {self.step}"
-            return self._drop(member, message, self._counter_of(member, message.step), reason)
-        return None
+        if not problem and self.phase is Phase.RUNNING:
+            return None
+        reason = problem or f"the push is of step {message.step}, the run has ended at {self.step}"
+        was_left_behind = self.policy.is_sync and self.policy.leaves_out and message.step < self.step
+        is_late = was_left_behind and self._is_worker(member)
+        return Drop(Useless.LATE if is_late else Useless.STALE, reason)
 
     def _of_other_step(self, step: int) -> str:
         """Say why a gradient computed at values(step) cannot be used now; empty if it can."""
@@ -164,40 +171,24 @@ class Course:
             return f"its values are {age} steps old, above --max-staleness {policy.max_staleness}"
         return ""
 
-    def _counter_of(self, member: Member, step: int) -> dict[int, int]:
-        """Return where a push is counted that was computed at values(step) and cannot be used."""
-        was_left_behind = self.policy.is_sync and self.policy.leaves_out and step < self.step
-        return self.late if was_left_behind and self._is_worker(member) else self.stale
-
     def _in_round(self, member: Member) -> bool:
         known = self.open_round.references if member.role is Role.VALIDATOR else self.open_round.pushes
         return member.rank in known
 
-    def _drop(
-        self,
-        member: Member,
-        push: Push | Logits,
-        counter: dict[int, int],
-        reason: str | None = None,
-        min_step: int = 0,
-    ) -> Drop:
-        """Count a push that is not taken, and answer it as soon as there are values for it.
-
-        Args:
-            member: who sent it.
-            push: its header.
-            counter: where it is counted.
-            reason: why it is not taken; None: it was judged before and is answered from memory.
-            min_step: values of an earlier step are no answer.
-        """
-        assert member.session is not None
+    def _forget(self, member: Member, push: Push | Logits, verdict: Drop, now: float) -> Iterator[Instruction]:
+        """Count a push that is not taken, and answer it as soon as there are values for it."""
+        assert member.session is not None and verdict.counted is not None
+        counter: dict[int, int] = getattr(self, verdict.counted)
         counter[member.rank] = counter.get(member.rank, 0) + 1
+        least, reason = attendance.slowest(self), verdict.reason
         if reason is not None and push.seq > member.last_seq:
             member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
             self._comes_on(member)
         applied, why = (member.last_applied, member.last_reason) if reason is None else (False, reason)
-        self._pending[member.session] = Pending(push.seq, min_step, applied, why)
-        return Drop(tuple(self._answer()))
+        self._pending[member.session] = Pending(push.seq, verdict.min_step, applied, why)
+        yield from self._answer()
+        if self.phase is Phase.RUNNING and not self.policy.is_sync:
+            self._note_who_is_held(now, anew=attendance.slowest(self) != least)
 
     def _comes_on(self, member: Member) -> None:
         """Count a push that is answered, whether it is used or not; a rank on probation is back with it."""

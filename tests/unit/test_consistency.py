@@ -330,6 +330,24 @@ def test_a_slow_rank_holds_the_others_for_the_round_timeout_and_is_waited_for_ag
     assert not run.coordinator.registry.members[1].on_probation
 
 
+def test_a_push_that_is_dropped_and_breaks_off_changes_nothing_and_those_it_held_are_answered_at_its_loss():
+    run, zero, one = running(steps=99, ssp_bound=1, max_staleness=0, **SSP)
+    assert not replies(run.push(zero)[1]), "it waits for rank 1"
+    _, verdict = run.begin(one, step=0)
+    assert isinstance(verdict, Drop) and clocks(run) == [1, 0] and not run.coordinator.stale
+    told = run.lose(one)
+    assert [r.session for r in replies(told)] == [zero.session]
+
+
+def test_a_dropped_push_lets_those_go_on_that_waited_for_it_once_it_has_been_read():
+    run, zero, one = running(steps=99, ssp_bound=1, max_staleness=0, **SSP)
+    run.push(zero)
+    push, verdict = run.begin(one, step=0)
+    told = run.drop(one, push, verdict)
+    assert {r.session for r in replies(told)} == {zero.session, one.session}
+    assert clocks(run) == [1, 1] and run.coordinator.stale == {1: 1} and run.coordinator.held_since is None
+
+
 def test_a_refused_push_moves_its_clock():
     run, zero, one = running(steps=99, ssp_bound=1, **SSP)
     run.push(zero)

@@ -309,8 +309,12 @@ def test_an_evaluators_push_and_one_of_an_unknown_connection_are_dropped():
     run, zero, _ = running()
     evaluator = Client(-1, Role.EVALUATOR)
     run.join(evaluator)
-    assert run.push(evaluator)[0] == Drop(())
-    assert run.coordinator.push_begins(999, Push(EPOCH, 0, 1, None, None, 1)) == Drop(())
+    decided, told = run.push(evaluator)
+    assert isinstance(decided, Drop) and told == []
+    push = Push(EPOCH, 0, 1, None, None, 1)
+    verdict = run.coordinator.push_begins(999, push)
+    assert isinstance(verdict, Drop) and run.coordinator.dropped(999, push, verdict, run.now) == []
+    assert run.coordinator.stale == {}
     assert run.coordinator.pushes == {}
     run.push(zero)
 
@@ -704,7 +708,8 @@ def test_nothing_is_told_after_the_end():
     assert run.finish == Finish(Status.INTERRUPTED, "the server was stopped by SIGTERM")
     run.told.clear()
     for epoch in (EPOCH, EPOCH - 1):
-        assert run.push(one, epoch=epoch) == (Drop(()), [])
+        decided, told = run.push(one, epoch=epoch)
+        assert isinstance(decided, Drop) and told == []
     push = Push(EPOCH, 0, 9, None, None, 1)
     assert run.coordinator.push_arrived(one.session, push, 1.0, None, run.now) == []
     run.pull(zero)
