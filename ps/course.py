@@ -254,9 +254,9 @@ class Course:
             self.void_rounds += 1
             yield Announce(f"round {self.step} is void: no push can be used", warning=True)
             yield SkipRound(self.step, contributions)
-        active = attendance.active(self)
-        self.short_rounds += 0 < usable < (len(active) if self.policy.elastic else self.policy.workers)
-        self.left_out_rounds += not set(active) <= present
+        expected = attendance.active(self) if self.policy.elastic else self.registry.active()
+        self.short_rounds += 0 < usable < (len(expected) if self.policy.elastic else self.policy.workers)
+        self.left_out_rounds += not set(expected) <= present
         yield from self._next_step(contributions, now)
 
     def _next_step(self, contributions: tuple[Contribution, ...], now: float) -> Iterator[Instruction]:

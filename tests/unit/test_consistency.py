@@ -472,6 +472,58 @@ def test_after_a_restart_those_who_were_left_out_are_waited_for_but_not_for_ever
     assert ranks_of(again.push(zero)[1]) == [[0]]
 
 
+def resumed_with_a_rank_that_never_comes(**policy):
+    """A run of two that goes on as one of three, of whom the first two come."""
+    run, _zero, _one = running(steps=9, **policy)
+    state = course_state.state_of(run.coordinator)
+    again = Run(run.policy, workers=3)
+    course_state.restore(again.coordinator, state, 1)
+    zero, one = Client(0), Client(1)
+    again.join(zero), again.join(one)
+    assert again.coordinator.phase is Phase.GATHERING, "there may come three"
+    again.wait(POLICY.rejoin_timeout_s)
+    again.pull(zero), again.pull(one)
+    assert again.coordinator.phase is Phase.RUNNING
+    return again, zero, one
+
+
+def test_a_quorum_goes_on_without_a_rank_that_never_came_and_waits_for_others_by_name():
+    run, zero, one = resumed_with_a_rank_that_never_comes(quorum=2)
+    run.push(zero)
+    run.lose(one)
+    run.wait(1)
+    assert "round 0 waits for rank 1 " in run.coordinator.waiting_for(run.now)
+    run.wait(POLICY.rejoin_timeout_s - 2)
+    assert run.finish is None
+    run.join(one)
+    assert ranks_of(run.push(one)[1]) == [[0, 1]] and run.coordinator.short_rounds == 1
+    two = Client(2)
+    run.join(two)
+    run.push(zero)
+    assert ranks_of(run.push(two)[1]) == [[0, 2]], "it may still come"
+
+
+@pytest.mark.parametrize("policy", [SHRINK, {"quorum": 1}, ASYNC, SSP])
+def test_a_run_whose_workers_are_all_lost_ends_although_one_never_came(policy):
+    run, zero, one = resumed_with_a_rank_that_never_comes(**policy)
+    run.lose(zero)
+    run.wait(1)
+    run.lose(one)
+    run.wait(POLICY.rejoin_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST
+    assert run.finish.reason.startswith("no worker is left since rank 1 (site-1) was lost")
+
+
+@pytest.mark.parametrize("policy", [SHRINK, {"quorum": 2}, ASYNC])
+def test_a_run_ends_when_all_have_left_who_ever_came(policy):
+    run, zero, one = resumed_with_a_rank_that_never_comes(**policy)
+    run.bye(zero)
+    run.bye(one)
+    assert run.finish == Finish(Status.NO_PROGRESS, "all workers have left at step 0 of 9")
+
+
 def test_a_run_restored_at_its_end_gives_the_final_values_to_all():
     run, zero, one = running(steps=1)
     run.push(zero), run.push(one)
