@@ -18,8 +18,8 @@ MAX_LATE_ROUNDS = 3
 def active(run: "Course") -> list[int]:
     """Return the ranks that count, ascending: those that have not left on purpose.
 
-    Before a start that waits for all, each of them counts. Afterwards, and in an elastic run, only those do that have
-    ever come: a run that is resumed with more workers may go on without one of whom nothing is known yet.
+    Before a start that waits for all, each of them counts. Afterwards, and in an elastic run, only those do that
+    have ever come: a run that is resumed with more workers may go on without one of whom nothing is known yet.
     """
     ranks = run.registry.active()
     if run.policy.elastic or run.phase not in (Phase.GATHERING, Phase.INITIALISING):

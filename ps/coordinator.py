@@ -257,7 +257,8 @@ class Coordinator(Course):
         member = self.registry.of(session)
         if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        self.last_push_at = now
+        if self._is_worker(member):
+            self.last_push_at = now
         too_late = self._too_late(member, push)
         if too_late is not None or self._in_round(member):
             if too_late is not None and (member.role is Role.VALIDATOR or self.policy.leaves_out):
@@ -276,7 +277,8 @@ class Coordinator(Course):
         if refused:
             self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
             told.append(Announce(f"{member.label}: push of step {push.step} refused: {refused}", warning=True))
-        self.pushes[member.rank] = self.pushes.get(member.rank, 0) + 1
+        if self._is_worker(member):
+            self._count_push(member.rank)
         member.last_seq, member.last_applied, member.last_reason = push.seq, not refused, refused
         contribution = Contribution(
             member.rank,
@@ -375,11 +377,13 @@ class Coordinator(Course):
     def _check_idle(self, now: float) -> Iterator[Instruction]:
         """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise.
 
-        While too few are there, what counts is the time in which somebody may return.
+        While too few are there, what counts is the time in which somebody may return; a validator that alone holds
+        a round has the time of the round.
         """
-        if self.phase is not Phase.RUNNING or now - self.last_push_at < self.policy.idle_timeout_s:
+        idle_since = max(self.last_push_at, self.open_round.opened)
+        if self.phase is not Phase.RUNNING or now - idle_since < self.policy.idle_timeout_s:
             return
-        if attendance.decisive_loss(self) is None:
+        if attendance.decisive_loss(self) is None and not self.only_validators_hold():
             yield from self._finish(Status.NO_PROGRESS, waits.idle(self))
 
     def _check_held(self, now: float) -> Iterator[Instruction]:
@@ -402,6 +406,11 @@ class Coordinator(Course):
         if began is None:
             return
         end = now - self.policy.round_timeout_s
+        judges = self.only_validators_hold()
+        if judges:
+            if began <= end:
+                yield from self._close_by_prediction(judges, now)
+            return
         absent = [self.registry.members[rank] for rank in self.absent()]
         late = [m for m in absent if m.session is not None and max(began, m.joined_at) <= end]
         if late and self.policy.shrink and (self.open_round.pushes or self.open_round.answers):
@@ -410,16 +419,17 @@ class Coordinator(Course):
             names = name_ranks([m.rank for m in late])
             reason = f"round {self.step} waited {self.policy.round_timeout_s:g} s for {names}, alive but late"
             yield from self._finish(Status.NO_PROGRESS, reason)
-        elif not absent and began <= end:
-            for validator in self.awaited_validators():
-                validator.excused = True
-                yield Announce(
-                    f"round {self.step} waited {self.policy.round_timeout_s:g} s for {validator.label} and closes "
-                    "without it, as do the next ones until it is back",
-                    warning=True,
-                )
-            self.predicted_rounds += 1
-            yield from self._close_if_complete(now)
+
+    def _close_by_prediction(self, judges: list[Member], now: float) -> Iterator[Instruction]:
+        for validator in judges:
+            validator.excused = True
+            yield Announce(
+                f"round {self.step} waited {self.policy.round_timeout_s:g} s for {validator.label} and closes "
+                "without it, as do the next ones until it is back",
+                warning=True,
+            )
+        self.predicted_rounds += 1
+        yield from self._close_if_complete(now)
 
     def _leave_behind(self, late: list[Member], now: float) -> Iterator[Instruction]:
         for member in late:
@@ -432,9 +442,14 @@ class Coordinator(Course):
         yield from self._weigh_if_complete(now)
         yield from self._close_if_complete(now)
 
-    def waiting_for(self, now: float) -> str:
-        """Say in words for whom the run waits and since when; empty if for nobody."""
-        return waits.waiting_for(self, now)
+    def waiting_for(self, now: float, names_validators: bool = False) -> str:
+        """Say in words for whom the run waits and since when; empty if for nobody.
+
+        Args:
+            now: monotonic seconds.
+            names_validators: what is said is for the server's own log, and stays there.
+        """
+        return waits.waiting_for(self, now, names_validators)
 
     def stop(self, status: Status, reason: str) -> list[Instruction]:
         """End the run now, from outside: a signal, or a fault of the server itself.

@@ -62,12 +62,12 @@ class Course:
         phase_began: when the phase began (monotonic seconds).
         is_done: whether the run has ended by its last step: who still asks gets the final values.
         has_left_early: whether a worker or validator said bye before the last step.
-        pushes: pushes by rank that arrived in their round.
+        pushes: pushes by rank that arrived in their round; a validator's are counted when that closes.
         duplicates, stale, rejected: pushes by rank that were a repetition, of another step or epoch, not finite.
         late: pushes by rank that came when their round had closed without them.
         left_out_rounds: rounds that closed without a rank that had not left on purpose.
-        last_push_at: when the last push came, or the run began to wait for one, as it does anew when enough ranks
-            are back (monotonic seconds).
+        last_push_at: when the last push of a worker came, or the run began to wait for one, as it does anew when
+            enough ranks are back (monotonic seconds).
         held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
         is_resumed: the run goes on from a checkpoint.
         has_changed: what became different in the course of the run, by which bits may differ, or None.
@@ -209,6 +209,9 @@ class Course:
 
     # ---- when a round closes -------------------------------------------------------------------------
 
+    def _count_push(self, rank: int) -> None:
+        self.pushes[rank] = self.pushes.get(rank, 0) + 1
+
     def _new_round(self, now: float) -> OpenRound:
         rounds = self.policy.validated.more_often() if self.alarmed else self.policy.validated
         return OpenRound(self.step, self.step in rounds, opened=now)
@@ -235,13 +238,24 @@ class Course:
         there = self.present()
         return [rank for rank in attendance.awaited(self) if rank not in there]
 
-    def _close_if_complete(self, now: float) -> Iterator[Instruction]:
+    def _may_close(self, judges: list[Member]) -> bool:
+        """Say whether the open round may close that waits for these validators."""
         present, awaited = frozenset(self.open_round.pushes), frozenset(attendance.awaited(self))
-        judges = frozenset(m.rank for m in self.awaited_validators())
-        deserted = self.open_round.weighed is not None and not awaited
         refused = frozenset(rank for rank, push in self.open_round.pushes.items() if push.refused)
-        if not deserted and not may_close(present, refused, awaited, judges, self.policy.quorum):
+        deserted = self.open_round.weighed is not None and not awaited
+        missing = frozenset(judge.rank for judge in judges)
+        return deserted or may_close(present, refused, awaited, missing, self.policy.quorum)
+
+    def only_validators_hold(self) -> list[Member]:
+        """Return the validators that the open round waits for if it waits for nobody else, else none."""
+        judges = self.awaited_validators()
+        return judges if self.policy.is_sync and judges and self._may_close([]) else []
+
+    def _close_if_complete(self, now: float) -> Iterator[Instruction]:
+        if not self._may_close(self.awaited_validators()):
             return
+        for number in self.open_round.references:  # not before: it would tell that the round is validated
+            self._count_push(number)
         yield from self._refuse_other_labels()
         contributions = self.open_round.contributions()
         usable = sum(not c.refused for c in contributions)
@@ -256,7 +270,7 @@ class Course:
             yield SkipRound(self.step, contributions)
         expected = attendance.active(self) if self.policy.elastic else self.registry.active()
         self.short_rounds += 0 < usable < (len(expected) if self.policy.elastic else self.policy.workers)
-        self.left_out_rounds += not set(expected) <= present
+        self.left_out_rounds += not set(expected) <= {c.rank for c in contributions}
         yield from self._next_step(contributions, now)
 
     def _next_step(self, contributions: tuple[Contribution, ...], now: float) -> Iterator[Instruction]:

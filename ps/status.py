@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ps import attendance
+from ps import attendance, waits
 from ps.coordinator import Coordinator
 from ps.members import Member
 from ps.policy import Phase
@@ -200,8 +200,9 @@ def waiting(course: Coordinator, now: float) -> Waiting:
     if course.phase is Phase.GATHERING:
         ranks = course.registry.missing()
     elif course.phase is Phase.RUNNING and course.policy.is_sync:
-        ranks = course.absent()
-        lost = [m.lost_at for r in ranks if (m := course.registry.members.get(r)) and m.lost_at is not None]
+        absent = course.absent()
+        ranks = [] if waits.hides_who_is_absent(course) else absent
+        lost = [m.lost_at for r in absent if (m := course.registry.members.get(r)) and m.lost_at is not None]
         began = course.open_round.began
         since = began if began is not None else min(lost, default=course.open_round.opened)
     elif course.phase is Phase.RUNNING:
@@ -234,7 +235,7 @@ def worker_rows(
                 share=last.share,
                 muted=name in muted,
                 muted_rounds=muted_rounds.get(name, 0),
-                pushes=course.pushes.get(rank, 0),
+                pushes=course.pushes.get(rank, 0) - _is_hidden(course, rank),
                 rejected=course.rejected.get(rank, 0),
                 stale=course.stale.get(rank, 0),
                 late=course.late.get(rank, 0),
@@ -245,6 +246,11 @@ def worker_rows(
             )
         )
     return tuple(rows)
+
+
+def _is_hidden(course: Coordinator, rank: int) -> bool:
+    """Say whether a rank's push of the open round is not shown yet: see `waits.hides_who_is_absent`."""
+    return waits.hides_who_is_absent(course) and rank in course.open_round.pushes
 
 
 def _state(course: Coordinator, member: Member | None) -> WorkerState:

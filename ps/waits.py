@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from ps.course import Course
 
 
-def waiting_for(run: "Course", now: float) -> str:
-    """Say in words for whom a run waits and since when; empty if for nobody."""
+def waiting_for(run: "Course", now: float, names_validators: bool = False) -> str:
+    """Say in words for whom a run waits and since when; empty if for nobody.
+
+    Which rounds are validated is a secret: only the server's own log says that a round waits for a validator. What
+    clients hear and the page shows must be the same, as far as can be, whether or not a round is validated.
+    """
     since = _since(now - run.phase_began)
     match run.phase:
         case Phase.GATHERING:
@@ -20,7 +24,7 @@ def waiting_for(run: "Course", now: float) -> str:
         case Phase.INITIALISING:
             return f"the start waits for the initial values of {asked(run)}{since}"
         case Phase.RUNNING:
-            return _round_waits_for(run, now)
+            return _round_waits_for(run, now, names_validators)
         case Phase.DRAINING:
             absent = _still_here(run)
             whom = [name_ranks(absent)] if absent else []
@@ -45,20 +49,32 @@ def _step_waits_for(run: "Course", now: float) -> str:
     return f"step {run.step} has no push yet,{since}" if since else ""
 
 
-def _round_waits_for(run: "Course", now: float) -> str:
+def hides_who_is_absent(run: "Course") -> bool:
+    """Say whether the ranks that have not pushed would tell those that see them which rounds are validated.
+
+    With a quorum they would: a round that has it and stays open waits for a validator.
+    """
+    return run.policy.is_sync and run.policy.quorum is not None and run.policy.validator_slots > 0
+
+
+def _round_waits_for(run: "Course", now: float, names_validators: bool) -> str:
     if not run.policy.is_sync:
         return _step_waits_for(run, now)
+    judges = run.only_validators_hold() if names_validators else []
     absent = run.absent()
     lost_at = {rank: at for rank in absent if (at := run.registry.members[rank].lost_at) is not None}
     began, name = run.open_round.began, f"round {run.step}"
+    if judges and began is not None:
+        return f"{name} waits for {' and '.join(judge.label for judge in judges)}{_since(now - began)}"
     if run.policy.leaves_out and not attendance.live(run):
         return f"{name} waits for any worker to return{_since(now - run.last_push_at)}"
     if began is None and not lost_at:
         since = _since(now - run.open_round.opened)
         return f"{name} has no push yet,{since}" if since else ""
+    if began is not None and hides_who_is_absent(run) and not names_validators:
+        return f"{name} waits until a quorum of {run.policy.quorum} lets it close{_since(now - began)}"
     if began is not None and not absent:
-        labels = [validator.label for validator in run.awaited_validators()]
-        return f"{name} waits for {' and '.join(labels)}{_since(now - began)}"
+        return f"{name} has the pushes that it waits for and is about to close{_since(now - began)}"
     began_at = began if began is not None else min(lost_at.values())
     whom = absent if began is not None else sorted(lost_at)
     text = f"{name} waits for {name_ranks(whom)}{_since(now - began_at)}"
