@@ -113,7 +113,8 @@ class Coordinator(Course):
         yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
         left = len(attendance.active(self))
         if not is_validator and self.policy.quorum is not None and 0 < left < self.policy.quorum:
-            yield Announce(f"the quorum of {self.policy.quorum} shrinks to {left}: no more can come", warning=True)
+            shrinks = f"the quorum of {self.policy.quorum} shrinks to {left} until another worker comes"
+            yield Announce(shrinks, warning=True)
         if not attendance.active(self):
             yield from self._finish(
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"

@@ -198,7 +198,7 @@ def waiting(course: Coordinator, now: float) -> Waiting:
     ranks: Sequence[int] = ()
     since = course.phase_began
     if course.phase is Phase.GATHERING:
-        ranks = course.registry.missing()
+        ranks = waits.missing_ranks(course)
     elif course.phase is Phase.RUNNING and course.policy.is_sync:
         absent = course.absent()
         ranks = [] if waits.hides_who_is_absent(course) else absent

@@ -90,12 +90,20 @@ def _since(seconds: float) -> str:
     return f" since {seconds:.0f} s" if round(seconds) else ""
 
 
+def missing_ranks(run: "Course") -> list[int]:
+    """Return the ranks that the start waits for, ascending; none in an elastic run, where any will do."""
+    return [] if run.policy.elastic else run.registry.missing()
+
+
 def missing(run: "Course") -> str:
-    """Name the ranks, and count the validators, that the start waits for."""
-    ranks = run.registry.missing()
+    """Name the ranks, and count the validators, that the start waits for; where any rank will do, say so."""
+    ranks = missing_ranks(run)
     short = run.policy.validators - len(run.registry.live_validators())
     judges = ["a validator" if short == 1 else f"{short} validators"] if short > 0 else []
-    return " and ".join([*([name_ranks(ranks)] if ranks else []), *judges])
+    workers = [name_ranks(ranks)] if ranks else []
+    if run.policy.elastic and not attendance.live(run):
+        workers = ["a worker"]
+    return " and ".join([*workers, *judges])
 
 
 def asked(run: "Course") -> str:
@@ -152,7 +160,10 @@ def not_returned(run: "Course", member: Member) -> str:
 
 def _too_few(run: "Course") -> str:
     there, needed = len(attendance.live(run)), attendance.needed(run)
-    return "no worker is left" if not there else f"{there} workers are left, fewer than the {needed} of --quorum"
+    if not there:
+        return "no worker is left"
+    are = "1 worker is" if there == 1 else f"{there} workers are"
+    return f"{are} left, fewer than the {needed} of --quorum"
 
 
 def left_behind(run: "Course", member: Member) -> str:

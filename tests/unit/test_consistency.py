@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Role, Status
-from ps import attendance, course_state, waits
+from ps import attendance, course_state, status, waits
 from ps.instructions import CloseRound, Drop, Finish, SkipRound, Take
 from ps.policy import Consistency, Phase
 from tests.unit.course import POLICY, Client, Run, replies, running, texts
@@ -153,6 +153,38 @@ def test_an_elastic_run_starts_with_the_first_and_grows_at_round_boundaries():
     run.pull(zero)
     assert not ranks_of(run.push(three)[1])
     assert ranks_of(run.push(zero)[1]) == [[0, 3]]
+
+
+def test_the_start_of_an_elastic_run_waits_for_one_worker_whichever_it_is():
+    run = Run(workers=8, elastic=True, has_values=True, **SHRINK)
+    run.wait(5)
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a worker since 5 s"
+    assert status.waiting(run.coordinator, run.now).ranks == ()
+    run.wait(POLICY.start_timeout_s)
+    assert run.finish.reason.startswith("a worker did not come within 60 s; ")
+
+
+def test_the_start_of_an_elastic_run_that_has_a_worker_waits_for_the_validator_only():
+    run = Run(workers=8, elastic=True, has_values=True, validators=1, validator_slots=1, **SHRINK)
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a worker and a validator"
+    run.join(Client(3))
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a validator"
+
+
+def test_a_quorum_shrinks_until_somebody_comes_be_it_anew():
+    run = Run(workers=8, elastic=True, has_values=True, quorum=2, steps=9)
+    zero, one, two = Client(0), Client(1), Client(2)
+    run.join(zero), run.join(one)
+    assert "the quorum of 2 shrinks to 1 until another worker comes" in texts(run.bye(one))
+    run.pull(zero)
+    assert ranks_of(run.push(zero)[1]) == [[0]]
+    run.join(two)
+    assert not ranks_of(run.push(zero)[1]) and ranks_of(run.push(two)[1]) == [[0, 2]]
+
+
+def test_one_worker_that_is_left_is_spoken_of_as_one():
+    run, _zero, one = running(quorum=2)
+    assert "1 worker is left, fewer than the 2 of --quorum: one may return" in texts(run.lose(one))
 
 
 # ---- quorum --------------------------------------------------------------------------------------------
