@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
-from ps import status
+from ps import course_state, status
 from ps.attendance import MAX_LATE_ROUNDS
 from ps.instructions import AskInitial, CloseRound, Drop, Reply
 from ps.members import Contested, Denied, Granted, Registry
@@ -119,6 +119,34 @@ def test_a_validator_that_does_not_come_is_named_when_the_start_times_out():
     run.wait(run.policy.start_timeout_s)
     assert run.finish.status is Status.NO_PROGRESS
     assert run.finish.reason.startswith("a validator did not come within 60 s")
+
+
+# ---- a restart with another number of workers -----------------------------------------------------------------
+
+
+def resumed_with(workers):
+    """A run of two workers and a validator after three validated rounds, one of rank 1's pushes refused."""
+    run, zero, one, judge = validated(steps=9)
+    for loss in (1.0, 1.0, NAN):
+        run.push(zero), run.push(one, loss=loss), run.push(judge)
+    run.push(judge, step=0)
+    again = Run(run.policy, workers=workers)
+    course_state.restore(again.coordinator, course_state.state_of(run.coordinator), workers - 2)
+    return again.coordinator
+
+
+def test_counts_of_a_validator_move_with_its_number_to_more_workers():
+    course = resumed_with(3)
+    assert course.pushes == {0: 3, 1: 3, 3: 3} and course.rejected == {1: 1} and course.stale == {3: 1}
+    assert status.validator_rows(course)[0].pushes == 3
+
+
+def test_counts_of_ranks_that_have_no_place_any_more_are_forgotten():
+    course = resumed_with(1)
+    assert course.pushes == {0: 3, 1: 3} and course.rejected == {} and course.stale == {1: 1}
+    assert [row.pushes for row in status.validator_rows(course)] == [3]
+    course = resumed_with(2)
+    assert course.pushes == {0: 3, 1: 3, 2: 3}
 
 
 # ---- what nobody is told -----------------------------------------------------------------------------------------
