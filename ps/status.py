@@ -5,13 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ps import attendance, waits
 from ps.coordinator import Coordinator
 from ps.members import Member
 from ps.policy import Phase
-from ps.record import Record
+
+if TYPE_CHECKING:
+    from ps.record import Record
 
 SCHEMA = 1
 """Of `/status.json`. It grows when a field is taken away or means something else, not when one is added."""
@@ -212,7 +214,7 @@ def waiting(course: Coordinator, now: float) -> Waiting:
 
 
 def worker_rows(
-    course: Coordinator, record: Record, pushed: Mapping[str, Pushed], now: float
+    course: Coordinator, record: "Record", pushed: Mapping[str, Pushed], now: float
 ) -> tuple[WorkerRow, ...]:
     """Return a row for each rank that is known or awaited, ascending."""
     muted, muted_rounds = set(record.trust.muted), record.trust.muted_rounds()
