@@ -265,15 +265,7 @@ class Coordinator(Course):
             if too_late is not None and (member.role is Role.VALIDATOR or self.policy.leaves_out):
                 return list(self._forget(member, push, too_late, now))  # its round has closed without it
             return []
-        refused = problem
-        if bad_variable is not None:
-            refused = f"the gradient of {bad_variable!r} is not finite"
-        elif push.loss is not None and not math.isfinite(push.loss):
-            refused = f"the loss is {push.loss}"
-        elif push.examples == 0:
-            refused = "its batch has no examples"
-        elif self._weighs_examples and push.labels != self.open_round.answers[member.rank].labels:
-            refused = "its labels are not those of its logits"
+        refused = self._why_unusable(member, push, bad_variable, problem)
         told: list[Instruction] = []
         if refused:
             self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
@@ -300,6 +292,18 @@ class Coordinator(Course):
         member.excused = member.on_probation = False
         member.late_rounds = 0
         return [*told, *self._close_if_complete(now)]
+
+    def _why_unusable(self, member: Member, push: Push, bad_variable: str | None, problem: str) -> str:
+        """Say why a push that is complete counts with weight 0; empty if it can be used."""
+        if bad_variable is not None:
+            return f"the gradient of {bad_variable!r} is not finite"
+        if push.loss is not None and not math.isfinite(push.loss):
+            return f"the loss is {push.loss}"
+        if push.examples == 0:
+            return "its batch has no examples"
+        if self._weighs_examples and push.labels != self.open_round.answers[member.rank].labels:
+            return "its labels are not those of its logits"
+        return problem
 
     # ---- events: logits, where each example is weighed -----------------------------------------------
 
