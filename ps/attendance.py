@@ -6,7 +6,7 @@ Pure words over the state of a run, as `ps.waits` has the sentences for them.
 from typing import TYPE_CHECKING
 
 from ps.members import Member
-from ps.policy import Consistency
+from ps.policy import Consistency, Phase
 
 if TYPE_CHECKING:
     from ps.course import Course
@@ -16,9 +16,15 @@ MAX_LATE_ROUNDS = 3
 
 
 def active(run: "Course") -> list[int]:
-    """Return the ranks that have not left on purpose, ascending; where ranks are those that come, of these only."""
+    """Return the ranks that count, ascending: those that have not left on purpose.
+
+    Before a start that waits for all, each of them counts. Afterwards, and in an elastic run, only those do that
+    have ever come: a run that is resumed with more workers may go on without one of whom nothing is known yet.
+    """
     ranks = run.registry.active()
-    return [rank for rank in ranks if rank in run.registry.members] if run.policy.elastic else ranks
+    if run.policy.elastic or run.phase not in (Phase.GATHERING, Phase.INITIALISING):
+        return [rank for rank in ranks if rank in run.registry.members]
+    return ranks
 
 
 def live(run: "Course") -> list[int]:

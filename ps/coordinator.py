@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from protocol.messages import Logits, Push, Role, Status
 from ps import attendance, waits
 from ps.course import Course, Pending
-from ps.instructions import Announce, AskInitial, Begin, Contribution, Drop, Instruction, SendWeights, Take
+from ps.instructions import (
+    Announce,
+    AskInitial,
+    Begin,
+    Contribution,
+    Drop,
+    Instruction,
+    SendWeights,
+    Take,
+    Useless,
+)
 from ps.members import Granted, Identity, Member, SessionId, labelled, name_ranks
 from ps.policy import Phase
 from ps.rounds import Answer
+
+OF_NOBODY = Drop(Useless.STALE, "it comes from nobody who may push")
 
 
 @dataclass
@@ -31,6 +43,7 @@ class Coordinator(Course):
         returns = before is not None and before.session is None
         is_new = before is None or before.incarnation != who.incarnation
         least = attendance.slowest(self)
+        were_too_few = attendance.decisive_loss(self) is not None
         software = before.software if before is not None else ""
         member = self.registry.bind(session, who, granted, threads, now)
         if self.phase is Phase.ENDED:
@@ -45,6 +58,10 @@ class Coordinator(Course):
             self.has_changed = f"{member.label} computes on {who.software}, and before on {software}"
             told.append(Announce(f"{self.has_changed}: the last bits may differ", warning=True))
         member.clock = max(member.clock, least or 0)
+        if (
+            were_too_few and attendance.decisive_loss(self) is None
+        ):  # that wait is over: who is here may take its time
+            self.last_push_at = now
         if is_new and self.policy.shrink and self.phase is Phase.RUNNING and self.open_round.has_begun:
             member.since_step = self.step + 1
         if self.phase is Phase.GATHERING and self._may_start(now):
@@ -96,7 +113,8 @@ class Coordinator(Course):
         yield Announce(f"{member.label} has left; {how} without it from now on", warning=True)
         left = len(attendance.active(self))
         if not is_validator and self.policy.quorum is not None and 0 < left < self.policy.quorum:
-            yield Announce(f"the quorum of {self.policy.quorum} shrinks to {left}: no more can come", warning=True)
+            shrinks = f"the quorum of {self.policy.quorum} shrinks to {left} until another worker comes"
+            yield Announce(shrinks, warning=True)
         if not attendance.active(self):
             yield from self._finish(
                 Status.NO_PROGRESS, f"all workers have left at step {self.step} of {self.policy.steps}"
@@ -187,18 +205,36 @@ class Coordinator(Course):
         """The header of a push is here; decide where its payload goes. Only a `Take` may count."""
         member = self.registry.of(session)
         if member is None:
-            return Drop(())
+            return OF_NOBODY
         untimely = self._untimely(member, push)
         if untimely is not None:
             return untimely
         if member.role is Role.VALIDATOR and not self.open_round.validated:
-            return self._drop(member, push, self.stale, f"round {self.step} is not one to validate")
+            return Drop(Useless.STALE, f"round {self.step} is not one to validate")
         if self._in_round(member):
             reason = f"an earlier push of {member.label} is in round {self.step} already"
-            return self._drop(member, push, self.duplicates, reason)
+            return Drop(Useless.DUPLICATE, reason)
         if self._weighs_examples and member.rank not in (self.open_round.weighed or ()):
-            return self._drop(member, push, self.stale, "its logits must be weighed before its gradient")
+            return Drop(Useless.STALE, "its logits must be weighed before its gradient")
         return Take(member.rank)
+
+    def dropped(self, session: SessionId, message: Push | Logits, verdict: Drop, now: float) -> list[Instruction]:
+        """The payload of a push, or of logits, that was to be dropped has been read: count and answer it.
+
+        Args:
+            session: who sent it.
+            message: its header.
+            verdict: what was decided of it when that came.
+            now: monotonic seconds.
+        """
+        member = self.registry.of(session)
+        if member is None:
+            return []  # an evaluator's, or its connection was replaced: the newcomer speaks for the rank
+        if verdict.counted is None:
+            if self._has_weights(member, message):
+                return [SendWeights(session, member.rank, message.seq)]
+            verdict = self._too_late(member, message) or self._not_in_round(member)
+        return list(self._forget(member, message, verdict, now))
 
     def push_arrived(
         self,
@@ -222,27 +258,20 @@ class Coordinator(Course):
         member = self.registry.of(session)
         if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        self.last_push_at = now
-        other = self._of_other_step(push.step)
-        if self.phase is not Phase.RUNNING or other or self._in_round(member):
-            if member.role is Role.VALIDATOR or self.policy.leaves_out:  # its round has closed without it
-                reason = other or f"the push is of step {push.step}, the run has ended at {self.step}"
-                return list(self._drop(member, push, self._counter_of(member, push.step), reason).then)
+        if self._is_worker(member):
+            self.last_push_at = now
+        too_late = self._too_late(member, push)
+        if too_late is not None or self._in_round(member):
+            if too_late is not None and (member.role is Role.VALIDATOR or self.policy.leaves_out):
+                return list(self._forget(member, push, too_late, now))  # its round has closed without it
             return []
-        refused = problem
-        if bad_variable is not None:
-            refused = f"the gradient of {bad_variable!r} is not finite"
-        elif push.loss is not None and not math.isfinite(push.loss):
-            refused = f"the loss is {push.loss}"
-        elif push.examples == 0:
-            refused = "its batch has no examples"
-        elif self._weighs_examples and push.labels != self.open_round.answers[member.rank].labels:
-            refused = "its labels are not those of its logits"
+        refused = self._why_unusable(member, push, bad_variable, problem)
         told: list[Instruction] = []
         if refused:
             self.rejected[member.rank] = self.rejected.get(member.rank, 0) + 1
             told.append(Announce(f"{member.label}: push of step {push.step} refused: {refused}", warning=True))
-        self.pushes[member.rank] = self.pushes.get(member.rank, 0) + 1
+        if self._is_worker(member):
+            self._count_push(member.rank)
         member.last_seq, member.last_applied, member.last_reason = push.seq, not refused, refused
         contribution = Contribution(
             member.rank,
@@ -264,31 +293,58 @@ class Coordinator(Course):
         member.late_rounds = 0
         return [*told, *self._close_if_complete(now)]
 
+    def _why_unusable(self, member: Member, push: Push, bad_variable: str | None, problem: str) -> str:
+        """Say why a push that is complete counts with weight 0; empty if it can be used."""
+        if bad_variable is not None:
+            return f"the gradient of {bad_variable!r} is not finite"
+        if push.loss is not None and not math.isfinite(push.loss):
+            return f"the loss is {push.loss}"
+        if push.examples == 0:
+            return "its batch has no examples"
+        if self._weighs_examples and push.labels != self.open_round.answers[member.rank].labels:
+            return "its labels are not those of its logits"
+        return problem
+
     # ---- events: logits, where each example is weighed -----------------------------------------------
 
     def logits_begin(self, session: SessionId, logits: Logits) -> Take | Drop:
         """The header of a member's logits is here; decide where they go."""
         member = self.registry.of(session)
         if member is None:
-            return Drop(())
+            return OF_NOBODY
         untimely = self._untimely(member, logits)
         if untimely is not None:
             return untimely
-        weighed = self.open_round.weighed
-        if self._in_round(member) or (weighed is not None and member.rank not in weighed):
-            reason = f"{member.label} takes no part in round {self.step}, which is under way"
-            return self._drop(member, logits, self.stale, reason, min_step=self.step + 1)
-        if weighed is not None:  # as they were computed before: a member that started again computes the same
-            return Drop((SendWeights(session, member.rank, logits.seq),))
+        if self._has_weights(member, logits):  # as they were computed before: who started again computes the same
+            return Drop(None)
+        if self._in_round(member) or self.open_round.weighed is not None:
+            return self._not_in_round(member)
         return Take(member.rank)
+
+    def _has_weights(self, member: Member, message: Push | Logits) -> bool:
+        """Say whether the examples of a member have been weighed in the round that a message is of."""
+        weighed = self.open_round.weighed
+        is_open = self.phase is Phase.RUNNING and message.step == self.step
+        return is_open and weighed is not None and member.rank in weighed and not self._in_round(member)
+
+    def _not_in_round(self, member: Member) -> Drop:
+        reason = f"{member.label} takes no part in round {self.step}, which is under way"
+        return Drop(Useless.STALE, reason, min_step=self.step + 1)
 
     def logits_arrived(self, session: SessionId, logits: Logits, problem: str, now: float) -> list[Instruction]:
         """A member's logits are complete; `problem` says why they cannot be used, or is empty."""
         member = self.registry.of(session)
-        if member is None or self.phase is not Phase.RUNNING or logits.step != self.step or self._in_round(member):
+        if member is None:
             return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        if self.open_round.weighed is not None:
+        too_late = self._too_late(member, logits)
+        if too_late is not None or self._in_round(member):
+            if too_late is not None and self.policy.leaves_out:
+                return list(self._forget(member, logits, too_late, now))  # its round has closed without it
+            return []
+        if self._has_weights(member, logits):
             return [SendWeights(session, member.rank, logits.seq)]
+        if self.open_round.weighed is not None:  # it goes on without it
+            return list(self._forget(member, logits, self._not_in_round(member), now))
         self.last_push_at = now
         if self.open_round.began is None:
             self.open_round.began = now
@@ -324,8 +380,15 @@ class Coordinator(Course):
         yield from self._finish(Status.LOST, waits.not_returned(self, member))
 
     def _check_idle(self, now: float) -> Iterator[Instruction]:
-        """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise."""
-        if self.phase is Phase.RUNNING and now - self.last_push_at >= self.policy.idle_timeout_s:
+        """End the run when nobody pushes at all: workers that beat and compute for ever are not seen otherwise.
+
+        While too few are there, what counts is the time in which somebody may return; a validator that alone holds
+        a round has the time of the round.
+        """
+        idle_since = max(self.last_push_at, self.open_round.opened)
+        if self.phase is not Phase.RUNNING or now - idle_since < self.policy.idle_timeout_s:
+            return
+        if attendance.decisive_loss(self) is None and not self.only_validators_hold():
             yield from self._finish(Status.NO_PROGRESS, waits.idle(self))
 
     def _check_held(self, now: float) -> Iterator[Instruction]:
@@ -348,6 +411,11 @@ class Coordinator(Course):
         if began is None:
             return
         end = now - self.policy.round_timeout_s
+        judges = self.only_validators_hold()
+        if judges:
+            if began <= end:
+                yield from self._close_by_prediction(judges, now)
+            return
         absent = [self.registry.members[rank] for rank in self.absent()]
         late = [m for m in absent if m.session is not None and max(began, m.joined_at) <= end]
         if late and self.policy.shrink and (self.open_round.pushes or self.open_round.answers):
@@ -356,16 +424,17 @@ class Coordinator(Course):
             names = name_ranks([m.rank for m in late])
             reason = f"round {self.step} waited {self.policy.round_timeout_s:g} s for {names}, alive but late"
             yield from self._finish(Status.NO_PROGRESS, reason)
-        elif not absent and began <= end:
-            for validator in self.awaited_validators():
-                validator.excused = True
-                yield Announce(
-                    f"round {self.step} waited {self.policy.round_timeout_s:g} s for {validator.label} and closes "
-                    "without it, as do the next ones until it is back",
-                    warning=True,
-                )
-            self.predicted_rounds += 1
-            yield from self._close_if_complete(now)
+
+    def _close_by_prediction(self, judges: list[Member], now: float) -> Iterator[Instruction]:
+        for validator in judges:
+            validator.excused = True
+            yield Announce(
+                f"round {self.step} waited {self.policy.round_timeout_s:g} s for {validator.label} and closes "
+                "without it, as do the next ones until it is back",
+                warning=True,
+            )
+        self.predicted_rounds += 1
+        yield from self._close_if_complete(now)
 
     def _leave_behind(self, late: list[Member], now: float) -> Iterator[Instruction]:
         for member in late:
@@ -378,9 +447,14 @@ class Coordinator(Course):
         yield from self._weigh_if_complete(now)
         yield from self._close_if_complete(now)
 
-    def waiting_for(self, now: float) -> str:
-        """Say in words for whom the run waits and since when; empty if for nobody."""
-        return waits.waiting_for(self, now)
+    def waiting_for(self, now: float, names_validators: bool = False) -> str:
+        """Say in words for whom the run waits and since when; empty if for nobody.
+
+        Args:
+            now: monotonic seconds.
+            names_validators: what is said is for the server's own log, and stays there.
+        """
+        return waits.waiting_for(self, now, names_validators)
 
     def stop(self, status: Status, reason: str) -> list[Instruction]:
         """End the run now, from outside: a signal, or a fault of the server itself.

@@ -20,6 +20,7 @@ from ps.instructions import (
     Reply,
     SendWeights,
     SkipRound,
+    Useless,
     WeighAnswers,
 )
 from ps.members import Member, Registry, SessionId
@@ -61,11 +62,12 @@ class Course:
         phase_began: when the phase began (monotonic seconds).
         is_done: whether the run has ended by its last step: who still asks gets the final values.
         has_left_early: whether a worker or validator said bye before the last step.
-        pushes: pushes by rank that arrived in their round.
+        pushes: pushes by rank that arrived in their round; a validator's are counted when that closes.
         duplicates, stale, rejected: pushes by rank that were a repetition, of another step or epoch, not finite.
         late: pushes by rank that came when their round had closed without them.
         left_out_rounds: rounds that closed without a rank that had not left on purpose.
-        last_push_at: when the last push came, or the run began to wait for one (monotonic seconds).
+        last_push_at: when the last push of a worker came, or the run began to wait for one, as it does anew when
+            enough ranks are back (monotonic seconds).
         held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
         is_resumed: the run goes on from a checkpoint.
         has_changed: what became different in the course of the run, by which bits may differ, or None.
@@ -141,16 +143,22 @@ class Course:
     def _untimely(self, member: Member, message: Push | Logits) -> Drop | None:
         """Drop what cannot count at the present step, or was judged before; None if it is neither."""
         if message.epoch != self.epoch:
-            return self._drop(member, message, self.stale, "the push was computed before the server started anew")
+            return Drop(Useless.STALE, "the push was computed before the server started anew")
         if message.seq <= member.last_seq:
-            return self._drop(member, message, self.duplicates)
+            return Drop(Useless.DUPLICATE)
         if self.phase in (Phase.GATHERING, Phase.INITIALISING):
-            return self._drop(member, message, self.stale, "the push came before the first values")
+            return Drop(Useless.STALE, "the push came before the first values")
+        return self._too_late(member, message)
+
+    def _too_late(self, member: Member, message: Push | Logits) -> Drop | None:
+        """Drop what is of a step that has no use for it any more, or not yet; None if it can be used."""
         problem = self._of_other_step(message.step)
-        if problem or self.phase is not Phase.RUNNING:
-            reason = problem or f"the push is of step {message.step}, the run has ended at {self.step}"
-            return self._drop(member, message, self._counter_of(member, message.step), reason)
-        return None
+        if not problem and self.phase is Phase.RUNNING:
+            return None
+        reason = problem or f"the push is of step {message.step}, the run has ended at {self.step}"
+        was_left_behind = self.policy.is_sync and self.policy.leaves_out and message.step < self.step
+        is_late = was_left_behind and self._is_worker(member)
+        return Drop(Useless.LATE if is_late else Useless.STALE, reason)
 
     def _of_other_step(self, step: int) -> str:
         """Say why a gradient computed at values(step) cannot be used now; empty if it can."""
@@ -163,40 +171,24 @@ class Course:
             return f"its values are {age} steps old, above --max-staleness {policy.max_staleness}"
         return ""
 
-    def _counter_of(self, member: Member, step: int) -> dict[int, int]:
-        """Return where a push is counted that was computed at values(step) and cannot be used."""
-        was_left_behind = self.policy.is_sync and self.policy.leaves_out and step < self.step
-        return self.late if was_left_behind and self._is_worker(member) else self.stale
-
     def _in_round(self, member: Member) -> bool:
         known = self.open_round.references if member.role is Role.VALIDATOR else self.open_round.pushes
         return member.rank in known
 
-    def _drop(
-        self,
-        member: Member,
-        push: Push | Logits,
-        counter: dict[int, int],
-        reason: str | None = None,
-        min_step: int = 0,
-    ) -> Drop:
-        """Count a push that is not taken, and answer it as soon as there are values for it.
-
-        Args:
-            member: who sent it.
-            push: its header.
-            counter: where it is counted.
-            reason: why it is not taken; None: it was judged before and is answered from memory.
-            min_step: values of an earlier step are no answer.
-        """
-        assert member.session is not None
+    def _forget(self, member: Member, push: Push | Logits, verdict: Drop, now: float) -> Iterator[Instruction]:
+        """Count a push that is not taken, and answer it as soon as there are values for it."""
+        assert member.session is not None and verdict.counted is not None
+        counter: dict[int, int] = getattr(self, verdict.counted)
         counter[member.rank] = counter.get(member.rank, 0) + 1
+        least, reason = attendance.slowest(self), verdict.reason
         if reason is not None and push.seq > member.last_seq:
             member.last_seq, member.last_applied, member.last_reason = push.seq, False, reason
             self._comes_on(member)
         applied, why = (member.last_applied, member.last_reason) if reason is None else (False, reason)
-        self._pending[member.session] = Pending(push.seq, min_step, applied, why)
-        return Drop(tuple(self._answer()))
+        self._pending[member.session] = Pending(push.seq, verdict.min_step, applied, why)
+        yield from self._answer()
+        if self.phase is Phase.RUNNING and not self.policy.is_sync:
+            self._note_who_is_held(now, anew=attendance.slowest(self) != least)
 
     def _comes_on(self, member: Member) -> None:
         """Count a push that is answered, whether it is used or not; a rank on probation is back with it."""
@@ -217,6 +209,9 @@ class Course:
 
     # ---- when a round closes -------------------------------------------------------------------------
 
+    def _count_push(self, rank: int) -> None:
+        self.pushes[rank] = self.pushes.get(rank, 0) + 1
+
     def _new_round(self, now: float) -> OpenRound:
         rounds = self.policy.validated.more_often() if self.alarmed else self.policy.validated
         return OpenRound(self.step, self.step in rounds, opened=now)
@@ -231,20 +226,36 @@ class Course:
             if not (m.finished or m.excused or m.rank in self.open_round.references)
         ]
 
-    def absent(self) -> list[int]:
-        """Return the ranks that the open round waits for, ascending."""
+    def present(self) -> set[int]:
+        """Return the ranks that have done what the open round asks for now: pushed, or shown their answers."""
         there = set(self.open_round.pushes)
         if self._weighs_examples and self.open_round.weighed is None:
             there |= set(self.open_round.answers)
+        return there
+
+    def absent(self) -> list[int]:
+        """Return the ranks that the open round waits for, ascending."""
+        there = self.present()
         return [rank for rank in attendance.awaited(self) if rank not in there]
 
-    def _close_if_complete(self, now: float) -> Iterator[Instruction]:
+    def _may_close(self, judges: list[Member]) -> bool:
+        """Say whether the open round may close that waits for these validators."""
         present, awaited = frozenset(self.open_round.pushes), frozenset(attendance.awaited(self))
-        judges = frozenset(m.rank for m in self.awaited_validators())
-        deserted = self.open_round.weighed is not None and not awaited
         refused = frozenset(rank for rank, push in self.open_round.pushes.items() if push.refused)
-        if not deserted and not may_close(present, refused, awaited, judges, self.policy.quorum):
+        deserted = self.open_round.weighed is not None and not awaited
+        missing = frozenset(judge.rank for judge in judges)
+        return deserted or may_close(present, refused, awaited, missing, self.policy.quorum)
+
+    def only_validators_hold(self) -> list[Member]:
+        """Return the validators that the open round waits for if it waits for nobody else, else none."""
+        judges = self.awaited_validators()
+        return judges if self.policy.is_sync and judges and self._may_close([]) else []
+
+    def _close_if_complete(self, now: float) -> Iterator[Instruction]:
+        if not self._may_close(self.awaited_validators()):
             return
+        for number in self.open_round.references:  # not before: it would tell that the round is validated
+            self._count_push(number)
         yield from self._refuse_other_labels()
         contributions = self.open_round.contributions()
         usable = sum(not c.refused for c in contributions)
@@ -257,9 +268,9 @@ class Course:
             self.void_rounds += 1
             yield Announce(f"round {self.step} is void: no push can be used", warning=True)
             yield SkipRound(self.step, contributions)
-        active = attendance.active(self)
-        self.short_rounds += 0 < usable < (len(active) if self.policy.elastic else self.policy.workers)
-        self.left_out_rounds += not set(active) <= present
+        expected = attendance.active(self) if self.policy.elastic else self.registry.active()
+        self.short_rounds += 0 < usable < (len(expected) if self.policy.elastic else self.policy.workers)
+        self.left_out_rounds += not set(expected) <= {c.rank for c in contributions}
         yield from self._next_step(contributions, now)
 
     def _next_step(self, contributions: tuple[Contribution, ...], now: float) -> Iterator[Instruction]:

@@ -66,19 +66,26 @@ def restore(run: "Course", state: Mapping[str, Any], moved: int = 0) -> None:
     for name in FLAGS:
         setattr(run, name, bool(state[name]))
     for name in BY_RANK:
-        setattr(run, name, {int(rank): int(count) for rank, count in state[name].items()})
+        counts = {_moved(run, int(rank), moved): int(count) for rank, count in state[name].items()}
+        setattr(run, name, {rank: count for rank, count in counts.items() if rank is not None})
     for known in state["members"]:
         _restore_member(run, known, moved)
     run.open_round = OpenRound(run.step, bool(state["validated"]), opened=run.now)
 
 
-def _restore_member(run: "Course", known: Mapping[str, Any], moved: int) -> None:
-    role = Role(known["role"])
-    rank = int(known["rank"]) + (moved if role is Role.VALIDATOR else 0)
+def _moved(run: "Course", rank: int, moved: int) -> int | None:
+    """Return what a rank, or the number of a validator, has become; None if it has no place any more."""
     registry = run.registry
-    slots = registry.validator_slots if role is Role.VALIDATOR else registry.workers
-    first = registry.workers if role is Role.VALIDATOR else 0
-    if not first <= rank < first + slots:
+    if rank < registry.workers - moved:
+        return rank if rank < registry.workers else None
+    number = rank + moved
+    return number if number < registry.workers + registry.validator_slots else None
+
+
+def _restore_member(run: "Course", known: Mapping[str, Any], moved: int) -> None:
+    role, registry = Role(known["role"]), run.registry
+    rank = _moved(run, int(known["rank"]), moved)
+    if rank is None:
         return
     member = Member(rank, known["name"], known["host"], NO_INCARNATION, int(known["threads"]), role=role)
     member.finished = member.left_early = bool(known["finished"])

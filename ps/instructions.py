@@ -1,6 +1,7 @@
 """What the coordinator tells the server to do, in words of a run; carried out in order by `ps.server`."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from protocol.messages import Status
 from ps.members import SessionId
@@ -115,8 +116,26 @@ class Take:
     rank: int
 
 
+class Useless(StrEnum):
+    """As what a push is counted that is not taken, by the name of the counter."""
+
+    DUPLICATE = "duplicates"
+    STALE = "stale"
+    LATE = "late"
+
+
 @dataclass(frozen=True)
 class Drop:
-    """Read the payload and forget it, then do `then`."""
+    """Read the payload and forget it; then tell `Coordinator.dropped` of it, which counts and answers it.
 
-    then: tuple[Instruction, ...]
+    Nothing has changed until then: the sender may be lost before its payload is complete.
+
+    Attributes:
+        counted: as what it is counted; None: not at all, it is answered with the weights of its examples.
+        reason: why it is not taken; None: it was judged before and is answered from memory.
+        min_step: values of an earlier step are no answer.
+    """
+
+    counted: Useless | None
+    reason: str | None = None
+    min_step: int = 0

@@ -89,7 +89,7 @@ EVENTS = (
     ),
     sentence(
         "quorum_shrunk",
-        r"the quorum of \d+ shrinks to \d+: no more can come",
+        r"the quorum of \d+ shrinks to \d+ until another worker comes",
         "fewer workers are left than `--quorum`",
     ),
     sentence(

@@ -29,7 +29,7 @@ class Narration:
 
     def whom_we_wait_for(self, course: Coordinator, now: float) -> None:
         """Say for whom the run waits, if it has waited for a while."""
-        waiting = course.waiting_for(now)
+        waiting = course.waiting_for(now, names_validators=True)
         if not waiting:
             self._waits_at = None
             return

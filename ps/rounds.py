@@ -30,7 +30,7 @@ class OpenRound:
         references: what has arrived of validators, by number.
         answers: logits that have arrived, by rank; none where single examples are not weighed.
         weighed: the ranks whose answers were weighed, after which they may push; None before.
-        began: when the first of them came, after the weighing when that was (monotonic seconds), or None.
+        began: when the first push of a worker came, after the weighing when that was (monotonic seconds), or None.
         opened: when it was opened.
         losses: when ranks that have not pushed were lost in this round, each time.
         left_behind: ranks that this round waits for no more, since they took too long.
@@ -53,10 +53,13 @@ class OpenRound:
         return bool(self.pushes or self.answers or self.weighed)
 
     def take(self, contribution: Contribution, is_reference: bool, now: float) -> None:
-        """Add a push to the round."""
+        """Add a push to the round; a validator's does not begin it: that it has come is nobody's business."""
+        if is_reference:
+            self.references[contribution.rank] = contribution
+            return
         if self.began is None:
             self.began = now
-        (self.references if is_reference else self.pushes)[contribution.rank] = contribution
+        self.pushes[contribution.rank] = contribution
         self.losses.pop(contribution.rank, None)
 
     def lose(self, rank: int, now: float) -> float:

@@ -320,8 +320,8 @@ class ParameterServer:
                     receiver = self._agreement.receivers[rank]
                     receiver.restart()
                     return receiver
-                case Drop(then):
-                    session.after_payload = lambda: self._carry_out_locked(then)
+                case Drop() as verdict:
+                    session.after_payload = lambda: self._dropped(session, push, verdict)
                     return None
 
     def push_arrived(self, session: Session, push: Push, check: PushCheck) -> None:
@@ -335,14 +335,19 @@ class ParameterServer:
                 )
             )
 
+    def _dropped(self, session: Session, message: Push | Logits, verdict: Drop) -> None:
+        """The payload of what is not taken has been read."""
+        with self._lock:
+            self._carry_out(self._coordinator.dropped(session.number, message, verdict, time.monotonic()))
+
     def logits_begin(self, session: Session, logits: Logits) -> bool:
         """A member's logits are on their way; say whether they are wanted."""
         with self._lock:
             match self._coordinator.logits_begin(session.number, logits):
                 case Take():
                     return True
-                case Drop(then):
-                    session.after_payload = lambda: self._carry_out_locked(then)
+                case Drop() as verdict:
+                    session.after_payload = lambda: self._dropped(session, logits, verdict)
             return False
 
     def logits_arrived(self, session: Session, logits: Logits, payload: NDArray[np.uint8]) -> None:
@@ -424,10 +429,6 @@ class ParameterServer:
         self.stop(Status.FAILED, f"the server itself has failed: {error!r}")
 
     # ---- instructions ----------------------------------------------------------------------------------
-
-    def _carry_out_locked(self, instructions: Iterable[Instruction]) -> None:
-        with self._lock:
-            self._carry_out(instructions)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

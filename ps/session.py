@@ -374,9 +374,9 @@ class Session(threading.Thread):
 
     def _discard(self) -> None:
         self.link.discard_payload()
-        if self.after_payload is not None:
-            self.after_payload()
-            self.after_payload = None
+        then, self.after_payload = self.after_payload, None
+        if then is not None:
+            then()
 
     def _keep_alive(self) -> None:
         silent_s = time.monotonic() - self.link.heard_at

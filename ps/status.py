@@ -5,13 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ps import attendance
+from ps import attendance, waits
 from ps.coordinator import Coordinator
 from ps.members import Member
 from ps.policy import Phase
-from ps.record import Record
+
+if TYPE_CHECKING:
+    from ps.record import Record
 
 SCHEMA = 1
 """Of `/status.json`. It grows when a field is taken away or means something else, not when one is added."""
@@ -198,10 +200,11 @@ def waiting(course: Coordinator, now: float) -> Waiting:
     ranks: Sequence[int] = ()
     since = course.phase_began
     if course.phase is Phase.GATHERING:
-        ranks = course.registry.missing()
+        ranks = waits.missing_ranks(course)
     elif course.phase is Phase.RUNNING and course.policy.is_sync:
-        ranks = course.absent()
-        lost = [m.lost_at for r in ranks if (m := course.registry.members.get(r)) and m.lost_at is not None]
+        absent = course.absent()
+        ranks = [] if waits.hides_who_is_absent(course) else absent
+        lost = [m.lost_at for r in absent if (m := course.registry.members.get(r)) and m.lost_at is not None]
         began = course.open_round.began
         since = began if began is not None else min(lost, default=course.open_round.opened)
     elif course.phase is Phase.RUNNING:
@@ -211,7 +214,7 @@ def waiting(course: Coordinator, now: float) -> Waiting:
 
 
 def worker_rows(
-    course: Coordinator, record: Record, pushed: Mapping[str, Pushed], now: float
+    course: Coordinator, record: "Record", pushed: Mapping[str, Pushed], now: float
 ) -> tuple[WorkerRow, ...]:
     """Return a row for each rank that is known or awaited, ascending."""
     muted, muted_rounds = set(record.trust.muted), record.trust.muted_rounds()
@@ -234,7 +237,7 @@ def worker_rows(
                 share=last.share,
                 muted=name in muted,
                 muted_rounds=muted_rounds.get(name, 0),
-                pushes=course.pushes.get(rank, 0),
+                pushes=course.pushes.get(rank, 0) - _is_hidden(course, rank),
                 rejected=course.rejected.get(rank, 0),
                 stale=course.stale.get(rank, 0),
                 late=course.late.get(rank, 0),
@@ -245,6 +248,11 @@ def worker_rows(
             )
         )
     return tuple(rows)
+
+
+def _is_hidden(course: Coordinator, rank: int) -> bool:
+    """Say whether a rank's push of the open round is not shown yet: see `waits.hides_who_is_absent`."""
+    return waits.hides_who_is_absent(course) and rank in course.open_round.pushes
 
 
 def _state(course: Coordinator, member: Member | None) -> WorkerState:

@@ -8,16 +8,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ps.checkpointing import Checkpointing
-from ps.closing import Closed
-from ps.config import ServerConfig
 from ps.coordinator import Coordinator
 from ps.history import HistoryView, RunHistory
 from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.metrics import TestResult
-from ps.record import Record
 from ps.status import (
     SCHEMA,
     CheckpointFacts,
@@ -32,6 +28,12 @@ from ps.status import (
     waiting,
     worker_rows,
 )
+
+if TYPE_CHECKING:
+    from ps.checkpointing import Checkpointing
+    from ps.closing import Closed
+    from ps.config import ServerConfig
+    from ps.record import Record
 
 PUBLISH_EVERY_S = 0.5
 """Shortest time between two states that are made ready; the page asks once a second."""
@@ -97,7 +99,7 @@ class StatusFeed:
         history: of the run.
     """
 
-    def __init__(self, config: ServerConfig, epoch: int, began: float) -> None:
+    def __init__(self, config: "ServerConfig", epoch: int, began: float) -> None:
         self.latest: Published | None = None
         self.history = RunHistory()
         self._config = config
@@ -115,7 +117,7 @@ class StatusFeed:
     # ---- what happens ----------------------------------------------------------------------------------
 
     def round_closed(
-        self, closing: CloseRound | SkipRound, closed: Closed, names: Sequence[str], record: Record, now: float
+        self, closing: CloseRound | SkipRound, closed: "Closed", names: Sequence[str], record: "Record", now: float
     ) -> None:
         """Take note of a closed round, after the record has; under the lock of the run's state.
 
@@ -153,8 +155,8 @@ class StatusFeed:
     def take(
         self,
         course: Coordinator,
-        record: Record,
-        checkpoints: Checkpointing | None,
+        record: "Record",
+        checkpoints: "Checkpointing | None",
         now: float,
         time: float,
         outcome: str | None = None,
@@ -226,7 +228,7 @@ class StatusFeed:
         steps = tuple(view.steps.tolist())
         self.latest = Published(sequence, taken.status, head, steps, tuple(self._points))
 
-    def _facts(self, course: Coordinator, record: Record, now: float, outcome: str | None) -> RunFacts:
+    def _facts(self, course: Coordinator, record: "Record", now: float, outcome: str | None) -> RunFacts:
         config = self._config
         deterministic, reason = record.metrics.determinism(course)
         return RunFacts(

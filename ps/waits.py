@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from ps.course import Course
 
 
-def waiting_for(run: "Course", now: float) -> str:
-    """Say in words for whom a run waits and since when; empty if for nobody."""
+def waiting_for(run: "Course", now: float, names_validators: bool = False) -> str:
+    """Say in words for whom a run waits and since when; empty if for nobody.
+
+    Which rounds are validated is a secret: only the server's own log says that a round waits for a validator. What
+    clients hear and the page shows must be the same, as far as can be, whether or not a round is validated.
+    """
     since = _since(now - run.phase_began)
     match run.phase:
         case Phase.GATHERING:
@@ -20,7 +24,7 @@ def waiting_for(run: "Course", now: float) -> str:
         case Phase.INITIALISING:
             return f"the start waits for the initial values of {asked(run)}{since}"
         case Phase.RUNNING:
-            return _round_waits_for(run, now)
+            return _round_waits_for(run, now, names_validators)
         case Phase.DRAINING:
             absent = _still_here(run)
             whom = [name_ranks(absent)] if absent else []
@@ -45,20 +49,32 @@ def _step_waits_for(run: "Course", now: float) -> str:
     return f"step {run.step} has no push yet,{since}" if since else ""
 
 
-def _round_waits_for(run: "Course", now: float) -> str:
+def hides_who_is_absent(run: "Course") -> bool:
+    """Say whether the ranks that have not pushed would tell those that see them which rounds are validated.
+
+    With a quorum they would: a round that has it and stays open waits for a validator.
+    """
+    return run.policy.is_sync and run.policy.quorum is not None and run.policy.validator_slots > 0
+
+
+def _round_waits_for(run: "Course", now: float, names_validators: bool) -> str:
     if not run.policy.is_sync:
         return _step_waits_for(run, now)
+    judges = run.only_validators_hold() if names_validators else []
     absent = run.absent()
     lost_at = {rank: at for rank in absent if (at := run.registry.members[rank].lost_at) is not None}
     began, name = run.open_round.began, f"round {run.step}"
+    if judges and began is not None:
+        return f"{name} waits for {' and '.join(judge.label for judge in judges)}{_since(now - began)}"
     if run.policy.leaves_out and not attendance.live(run):
         return f"{name} waits for any worker to return{_since(now - run.last_push_at)}"
     if began is None and not lost_at:
         since = _since(now - run.open_round.opened)
         return f"{name} has no push yet,{since}" if since else ""
+    if began is not None and hides_who_is_absent(run) and not names_validators:
+        return f"{name} waits until a quorum of {run.policy.quorum} lets it close{_since(now - began)}"
     if began is not None and not absent:
-        labels = [validator.label for validator in run.awaited_validators()]
-        return f"{name} waits for {' and '.join(labels)}{_since(now - began)}"
+        return f"{name} has the pushes that it waits for and is about to close{_since(now - began)}"
     began_at = began if began is not None else min(lost_at.values())
     whom = absent if began is not None else sorted(lost_at)
     text = f"{name} waits for {name_ranks(whom)}{_since(now - began_at)}"
@@ -74,12 +90,20 @@ def _since(seconds: float) -> str:
     return f" since {seconds:.0f} s" if round(seconds) else ""
 
 
+def missing_ranks(run: "Course") -> list[int]:
+    """Return the ranks that the start waits for, ascending; none in an elastic run, where any will do."""
+    return [] if run.policy.elastic else run.registry.missing()
+
+
 def missing(run: "Course") -> str:
-    """Name the ranks, and count the validators, that the start waits for."""
-    ranks = run.registry.missing()
+    """Name the ranks, and count the validators, that the start waits for; where any rank will do, say so."""
+    ranks = missing_ranks(run)
     short = run.policy.validators - len(run.registry.live_validators())
     judges = ["a validator" if short == 1 else f"{short} validators"] if short > 0 else []
-    return " and ".join([*([name_ranks(ranks)] if ranks else []), *judges])
+    workers = [name_ranks(ranks)] if ranks else []
+    if run.policy.elastic and not attendance.live(run):
+        workers = ["a worker"]
+    return " and ".join([*workers, *judges])
 
 
 def asked(run: "Course") -> str:
@@ -136,7 +160,10 @@ def not_returned(run: "Course", member: Member) -> str:
 
 def _too_few(run: "Course") -> str:
     there, needed = len(attendance.live(run)), attendance.needed(run)
-    return "no worker is left" if not there else f"{there} workers are left, fewer than the {needed} of --quorum"
+    if not there:
+        return "no worker is left"
+    are = "1 worker is" if there == 1 else f"{there} workers are"
+    return f"{are} left, fewer than the {needed} of --quorum"
 
 
 def left_behind(run: "Course", member: Member) -> str:
@@ -162,10 +189,19 @@ def put_on_probation(run: "Course", rank: int) -> str:
 
 
 def idle(run: "Course") -> str:
-    """Say why a run ends to which nobody pushes."""
+    """Say why a run ends to which nobody pushes: who could, and has not."""
+    there = run.present()
+    silent = [rank for rank in attendance.live(run) if rank not in there]
+    match len(silent):
+        case 0:
+            who = "and nobody is connected who could; start workers"
+        case 1:
+            who = f"though {name_ranks(silent)} is connected; look at what it does"
+        case _:
+            who = f"though {name_ranks(silent)} are connected; look at what they do"
     return (
-        f"no push has come for {run.policy.idle_timeout_s:g} s at step {run.step}, though "
-        f"{name_ranks(attendance.live(run))} are connected; look at what they do, or allow more with --idle-timeout"
+        f"no push has come for {run.policy.idle_timeout_s:g} s at step {run.step}, {who}, "
+        "or allow more with --idle-timeout"
     )
 
 

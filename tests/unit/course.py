@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protocol.messages import Push, Role
 from ps.coordinator import Coordinator
-from ps.instructions import Announce, Drop, Finish, Reply, Take
+from ps.instructions import Announce, Finish, Reply, Take
 from ps.members import Granted, Identity
 from ps.policy import Phase, RunPolicy
 
@@ -80,9 +80,11 @@ class Run:
         step = self.coordinator.step if step is None else step
         push = Push(epoch, step, client.seq if seq is None else seq, loss, 0.5, examples)
         decided = self.coordinator.push_begins(client.session, push)
-        if isinstance(decided, Drop):
-            self.carry_out(decided.then)
         return push, decided
+
+    def drop(self, client, push, verdict):
+        """The payload of a push that is not taken has been read."""
+        return self.carry_out(self.coordinator.dropped(client.session, push, verdict, self.now))
 
     def complete(self, client, push, bad_variable=None):
         return self.carry_out(self.coordinator.push_arrived(client.session, push, 1.0, bad_variable, self.now))
@@ -93,6 +95,8 @@ class Run:
         push, decided = self.begin(client, **header)
         if isinstance(decided, Take):
             self.complete(client, push, bad_variable)
+        else:
+            self.drop(client, push, decided)
         return decided, self.told[before:]
 
     def wait(self, seconds):

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Role, Status
-from ps import attendance, course_state
+from ps import attendance, course_state, status, waits
 from ps.instructions import CloseRound, Drop, Finish, SkipRound, Take
 from ps.policy import Consistency, Phase
 from tests.unit.course import POLICY, Client, Run, replies, running, texts
@@ -153,6 +153,38 @@ def test_an_elastic_run_starts_with_the_first_and_grows_at_round_boundaries():
     run.pull(zero)
     assert not ranks_of(run.push(three)[1])
     assert ranks_of(run.push(zero)[1]) == [[0, 3]]
+
+
+def test_the_start_of_an_elastic_run_waits_for_one_worker_whichever_it_is():
+    run = Run(workers=8, elastic=True, has_values=True, **SHRINK)
+    run.wait(5)
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a worker since 5 s"
+    assert status.waiting(run.coordinator, run.now).ranks == ()
+    run.wait(POLICY.start_timeout_s)
+    assert run.finish.reason.startswith("a worker did not come within 60 s; ")
+
+
+def test_the_start_of_an_elastic_run_that_has_a_worker_waits_for_the_validator_only():
+    run = Run(workers=8, elastic=True, has_values=True, validators=1, validator_slots=1, **SHRINK)
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a worker and a validator"
+    run.join(Client(3))
+    assert run.coordinator.waiting_for(run.now) == "the start waits for a validator"
+
+
+def test_a_quorum_shrinks_until_somebody_comes_be_it_anew():
+    run = Run(workers=8, elastic=True, has_values=True, quorum=2, steps=9)
+    zero, one, two = Client(0), Client(1), Client(2)
+    run.join(zero), run.join(one)
+    assert "the quorum of 2 shrinks to 1 until another worker comes" in texts(run.bye(one))
+    run.pull(zero)
+    assert ranks_of(run.push(zero)[1]) == [[0]]
+    run.join(two)
+    assert not ranks_of(run.push(zero)[1]) and ranks_of(run.push(two)[1]) == [[0, 2]]
+
+
+def test_one_worker_that_is_left_is_spoken_of_as_one():
+    run, _zero, one = running(quorum=2)
+    assert "1 worker is left, fewer than the 2 of --quorum: one may return" in texts(run.lose(one))
 
 
 # ---- quorum --------------------------------------------------------------------------------------------
@@ -330,6 +362,24 @@ def test_a_slow_rank_holds_the_others_for_the_round_timeout_and_is_waited_for_ag
     assert not run.coordinator.registry.members[1].on_probation
 
 
+def test_a_push_that_is_dropped_and_breaks_off_changes_nothing_and_those_it_held_are_answered_at_its_loss():
+    run, zero, one = running(steps=99, ssp_bound=1, max_staleness=0, **SSP)
+    assert not replies(run.push(zero)[1]), "it waits for rank 1"
+    _, verdict = run.begin(one, step=0)
+    assert isinstance(verdict, Drop) and clocks(run) == [1, 0] and not run.coordinator.stale
+    told = run.lose(one)
+    assert [r.session for r in replies(told)] == [zero.session]
+
+
+def test_a_dropped_push_lets_those_go_on_that_waited_for_it_once_it_has_been_read():
+    run, zero, one = running(steps=99, ssp_bound=1, max_staleness=0, **SSP)
+    run.push(zero)
+    push, verdict = run.begin(one, step=0)
+    told = run.drop(one, push, verdict)
+    assert {r.session for r in replies(told)} == {zero.session, one.session}
+    assert clocks(run) == [1, 1] and run.coordinator.stale == {1: 1} and run.coordinator.held_since is None
+
+
 def test_a_refused_push_moves_its_clock():
     run, zero, one = running(steps=99, ssp_bound=1, **SSP)
     run.push(zero)
@@ -347,6 +397,56 @@ def test_a_run_to_which_nobody_pushes_ends(policy):
     assert run.finish is None
     run.wait(1)
     assert run.finish.status is Status.NO_PROGRESS and "no push has come for 500 s" in run.finish.reason
+
+
+@pytest.mark.parametrize("policy", [{}, SHRINK, {"quorum": 1}, ASYNC, SSP])
+def test_when_all_are_lost_the_time_to_return_counts_and_not_the_idle_one(policy):
+    run, zero, one = running(idle_timeout_s=15, **policy)
+    run.lose(zero), run.lose(one)
+    run.wait(16)
+    assert run.finish is None, "they may return within 20 s"
+    run.join(zero), run.join(one)
+    run.wait(14)
+    assert run.finish is None, "who has just returned is not idle yet"
+    run.wait(1)
+    assert run.finish.status is Status.NO_PROGRESS and "ranks 0 and 1 are connected" in run.finish.reason
+
+
+def test_a_rank_that_waits_for_one_that_is_lost_is_not_idle():
+    run, zero, one = running(idle_timeout_s=15)
+    run.push(zero)
+    run.lose(one)
+    run.wait(POLICY.rejoin_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST and "rank 1" in run.finish.reason
+
+
+def test_only_those_are_called_idle_that_have_not_pushed():
+    run, zero, _one = running(idle_timeout_s=15)
+    run.push(zero)
+    run.wait(15)
+    assert run.finish == Finish(
+        Status.NO_PROGRESS,
+        "no push has come for 15 s at step 0, though rank 1 is connected; look at what it does, "
+        "or allow more with --idle-timeout",
+    )
+
+
+def test_an_idle_run_without_anybody_has_a_sentence_too():
+    run, zero, one = running()
+    run.lose(zero), run.lose(one)
+    assert "and nobody is connected who could; start workers" in waits.idle(run.coordinator)
+
+
+def test_a_rank_on_probation_that_pushes_nothing_is_idle():
+    run, zero, _one = running(steps=9, idle_timeout_s=100, **SHRINK)
+    for _ in range(attendance.MAX_LATE_ROUNDS):
+        run.push(zero)
+        run.wait(POLICY.round_timeout_s)
+    run.lose(zero)
+    run.wait(100)
+    assert "though rank 1 is connected" in run.finish.reason
 
 
 # ---- a restart -----------------------------------------------------------------------------------------
@@ -402,6 +502,58 @@ def test_after_a_restart_those_who_were_left_out_are_waited_for_but_not_for_ever
     told = again.wait(1)
     assert again.coordinator.phase is Phase.RUNNING and "the run begins with rank 0" in texts(told)
     assert ranks_of(again.push(zero)[1]) == [[0]]
+
+
+def resumed_with_a_rank_that_never_comes(**policy):
+    """A run of two that goes on as one of three, of whom the first two come."""
+    run, _zero, _one = running(steps=9, **policy)
+    state = course_state.state_of(run.coordinator)
+    again = Run(run.policy, workers=3)
+    course_state.restore(again.coordinator, state, 1)
+    zero, one = Client(0), Client(1)
+    again.join(zero), again.join(one)
+    assert again.coordinator.phase is Phase.GATHERING, "there may come three"
+    again.wait(POLICY.rejoin_timeout_s)
+    again.pull(zero), again.pull(one)
+    assert again.coordinator.phase is Phase.RUNNING
+    return again, zero, one
+
+
+def test_a_quorum_goes_on_without_a_rank_that_never_came_and_waits_for_others_by_name():
+    run, zero, one = resumed_with_a_rank_that_never_comes(quorum=2)
+    run.push(zero)
+    run.lose(one)
+    run.wait(1)
+    assert "round 0 waits for rank 1 " in run.coordinator.waiting_for(run.now)
+    run.wait(POLICY.rejoin_timeout_s - 2)
+    assert run.finish is None
+    run.join(one)
+    assert ranks_of(run.push(one)[1]) == [[0, 1]] and run.coordinator.short_rounds == 1
+    two = Client(2)
+    run.join(two)
+    run.push(zero)
+    assert ranks_of(run.push(two)[1]) == [[0, 2]], "it may still come"
+
+
+@pytest.mark.parametrize("policy", [SHRINK, {"quorum": 1}, ASYNC, SSP])
+def test_a_run_whose_workers_are_all_lost_ends_although_one_never_came(policy):
+    run, zero, one = resumed_with_a_rank_that_never_comes(**policy)
+    run.lose(zero)
+    run.wait(1)
+    run.lose(one)
+    run.wait(POLICY.rejoin_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.finish.status is Status.LOST
+    assert run.finish.reason.startswith("no worker is left since rank 1 (site-1) was lost")
+
+
+@pytest.mark.parametrize("policy", [SHRINK, {"quorum": 2}, ASYNC])
+def test_a_run_ends_when_all_have_left_who_ever_came(policy):
+    run, zero, one = resumed_with_a_rank_that_never_comes(**policy)
+    run.bye(zero)
+    run.bye(one)
+    assert run.finish == Finish(Status.NO_PROGRESS, "all workers have left at step 0 of 9")
 
 
 def test_a_run_restored_at_its_end_gives_the_final_values_to_all():

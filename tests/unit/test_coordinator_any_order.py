@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from protocol.messages import Role
 from ps import attendance
-from ps.instructions import AskInitial, CloseRound, Finish, Reply, SkipRound, Take
+from ps.instructions import AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
 from ps.policy import Consistency, Phase
 from tests.unit.course import EPOCH, NAN, Client, Run
 
@@ -47,7 +47,7 @@ class AnyRun(RuleBasedStateMachine):
         self.evaluator = Client(-1, Role.EVALUATOR)
         self.counted = set()
         self.waiting = {}  # session: seq that its next reply must carry
-        self.on_its_way = {}  # session: push whose payload is not complete
+        self.on_its_way = {}  # session: push whose payload is not complete, and what was decided of it
         self.seen = 0
         self.last_step = 0
         self.finished = False
@@ -121,7 +121,7 @@ class AnyRun(RuleBasedStateMachine):
             assert push.epoch == EPOCH
             age = self.run.coordinator.step - push.step
             assert age == 0 or (not self.run.policy.is_sync and 0 < age <= (self.run.policy.max_staleness or 99))
-            self.on_its_way[client.session] = push
+        self.on_its_way[client.session] = push, decided
 
     @rule(rank=RANKS, ahead=st.sampled_from([-1, 1]), old_epoch=st.booleans(), repeat=st.booleans())
     def an_odd_push_begins(self, rank, ahead, old_epoch, repeat):
@@ -134,9 +134,11 @@ class AnyRun(RuleBasedStateMachine):
     @rule(rank=RANKS, bad=MOSTLY_NOT)
     def a_payload_is_complete(self, rank, bad):
         client = self.worker(rank)
-        push = self.on_its_way.pop(client.session, None)
-        if push is not None:
+        push, decided = self.on_its_way.pop(client.session, (None, None))
+        if isinstance(decided, Take):
             self.run.complete(client, push, "w" if bad else None)
+        elif push is not None:
+            self.run.drop(client, push, decided)
 
     @rule(order=st.permutations(range(3)))
     def all_push(self, order):
@@ -151,9 +153,12 @@ class AnyRun(RuleBasedStateMachine):
         client = self.worker(rank)
         session = client.session
         if session in self.on_its_way:
-            push = self.cut(client)
+            push, decided = self.cut(client)
             self.run.lose(client)
-            assert self.run.coordinator.push_arrived(session, push, 1.0, None, self.run.now) == []
+            coordinator, now = self.run.coordinator, self.run.now
+            assert coordinator.push_arrived(session, push, 1.0, None, now) == []
+            if isinstance(decided, Drop):
+                assert coordinator.dropped(session, push, decided, now) == []
 
     @rule(seconds=st.floats(0.1, 12))
     def time_passes(self, seconds):
@@ -169,16 +174,28 @@ class AnyRun(RuleBasedStateMachine):
         self.seen = len(self.run.told)
         assert coordinator.step == self.last_step <= self.run.policy.steps
         for session, seq in self.waiting.items():
+            if session in self.on_its_way:
+                continue
             assert coordinator.phase is not Phase.DRAINING, "in the drain everyone is answered at once"
-            if coordinator.phase is Phase.RUNNING and seq and session not in self.on_its_way:
+            if coordinator.phase is Phase.RUNNING and seq:
                 rank = self.run.by_session[session].rank
                 waits = attendance.must_wait(coordinator, coordinator.registry.members[rank])
                 assert waits or rank in coordinator.open_round.pushes, (
                     "who has pushed waits for the open round only"
                 )
         if coordinator.phase is Phase.RUNNING:
+            self.no_answer_is_lost(coordinator)
             self.nobody_waits_in_vain(coordinator)
         coordinator.waiting_for(self.run.now)
+
+    def no_answer_is_lost(self, coordinator):
+        """Whoever waits for values after a push that is neither in the round nor held by a slower rank has them."""
+        for session in self.waiting:
+            client = self.run.by_session[session]
+            member = coordinator.registry.of(session)
+            if member is None or session in self.on_its_way or client.rank in coordinator.open_round.pushes:
+                continue
+            assert attendance.must_wait(coordinator, member) or member.since_step > coordinator.step
 
     def nobody_waits_in_vain(self, coordinator):
         assert not coordinator.open_round.pushes or coordinator.absent(), "a round that is complete has closed"

@@ -27,7 +27,7 @@ def push(run, client, labels=ONE, seq=None, problem="", step=None):
     message = Push(EPOCH, run.coordinator.step if step is None else step, seq, 1.0, 0.5, 8, labels)
     decided = run.coordinator.push_begins(client.session, message)
     if isinstance(decided, Drop):
-        run.carry_out(decided.then)
+        run.drop(client, message, decided)
     else:
         arrived = run.coordinator.push_arrived(client.session, message, 1.0, None, run.now, problem)
         run.carry_out(arrived)
@@ -40,7 +40,7 @@ def show(run, client, labels=ONE, seq=None, problem=""):
     message = Logits(EPOCH, run.coordinator.step, client.seq + 1 if seq is None else seq, labels)
     decided = run.coordinator.logits_begin(client.session, message)
     if isinstance(decided, Drop):
-        run.carry_out(decided.then)
+        run.drop(client, message, decided)
     else:
         run.carry_out(run.coordinator.logits_arrived(client.session, message, problem, run.now))
     return run.told[before:]
@@ -282,10 +282,49 @@ def test_each_phase_has_its_deadline_and_names_whom_it_waits_for():
     assert run.finish.status is Status.NO_PROGRESS
 
 
+def left_behind():
+    """A round of three whose last member's logits are on their way when the others go on; what it had begun."""
+    run, zero, one, two = ensemble(Weighting.SAMPLE, shrink=True, steps=9)
+    show(run, zero), show(run, one)
+    message = Logits(EPOCH, 0, 1, ONE)
+    assert isinstance(run.coordinator.logits_begin(two.session, message), Take)
+    assert WeighAnswers(0, (0, 1)) in run.wait(run.policy.round_timeout_s)
+    return run, zero, one, two, message
+
+
+def test_logits_that_arrive_when_their_round_goes_on_without_them_are_answered_with_the_next_values():
+    run, zero, one, two, message = left_behind()
+    told = run.carry_out(run.coordinator.logits_arrived(two.session, message, "", run.now))
+    assert told == [], "no weights: there are none for it"
+    push(run, zero)
+    told = push(run, one)
+    assert two.session in {reply.session for reply in replies(told)}
+
+
+def test_logits_that_arrive_when_their_round_has_closed_without_them_are_answered():
+    run, zero, one, two, message = left_behind()
+    push(run, zero), push(run, one)
+    told = run.carry_out(run.coordinator.logits_arrived(two.session, message, "", run.now))
+    assert [(reply.session, reply.applied) for reply in replies(told)] == [(two.session, False)]
+    assert run.coordinator.late == {2: 1}
+
+
+def test_weights_asked_for_again_are_no_answer_once_their_round_has_closed():
+    run, zero, one = ensemble(Weighting.SAMPLE, workers=2, shrink=True, steps=9)
+    show(run, zero), show(run, one)
+    message = Logits(EPOCH, 0, 1, ONE)
+    verdict = run.coordinator.logits_begin(one.session, message)
+    push(run, zero)
+    run.wait(run.policy.round_timeout_s)
+    told = run.drop(one, message, verdict)
+    assert run.coordinator.step == 1
+    assert [(reply.session, reply.applied) for reply in replies(told)] == [(one.session, False)]
+
+
 def test_stale_logits_are_answered_with_values():
     run, zero, one = ensemble(Weighting.SAMPLE, workers=2)
     message = Logits(EPOCH + 1, 0, 1, ONE)
     decided = run.coordinator.logits_begin(zero.session, message)
     assert isinstance(decided, Drop)
-    assert [reply.applied for reply in replies(decided.then)] == [False]
+    assert [reply.applied for reply in replies(run.drop(zero, message, decided))] == [False]
     assert isinstance(run.coordinator.logits_begin(one.session, Logits(EPOCH, 0, 1, ONE)), Take)

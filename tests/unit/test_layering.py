@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: who imports whom, and what is nowhere."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,20 @@ SHELLS_OF_PROTOCOL = {
 }
 IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}
 
+COORDINATION = {
+    *("attendance", "coordinator", "course", "course_state", "instructions", "members", "policy", "rounds"),
+    *("validation", "waits"),
+}
+PURE = COORDINATION | {
+    *("aggregation", "doorstep", "ensemble", "geometry", "history", "metrics", "network", "schedules", "trust"),
+    *("status", "status_answers", "status_feed"),
+}
+"""Modules of ps/ that neither wait, nor read a clock, nor draw lots: time is an argument, and may jump a day."""
+UNFORESEEABLE = IMPURE | {"datetime", "random", "secrets", "uuid", "tempfile", "shutil", "logging", "numba"}
+FROM_A_SHELL = {
+    "ps/status_answers.py": {"protocol.transport"}
+}  # how an address is written says whether it is loopback
+
 UNSAFE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 
 
@@ -59,6 +74,19 @@ def imports_of(source: str) -> Iterator[str]:
                 yield argument.value
 
 
+def _at_run_time(source: str) -> Iterator[str]:
+    """Yield the full names of the modules that a source imports, but not for the sake of types only."""
+    tree = ast.parse(source)
+    types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    tree.body = [node for node in tree.body if node not in types]
+    for name in imports_of(ast.unparse(tree)):
+        if name not in PACKAGES:
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in PACKAGES:  # from ps import attendance
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def _roots(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports_of(path.read_text())}
 
@@ -66,6 +94,11 @@ def _roots(path: Path) -> set[str]:
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "def f():\n    import a.b\n    from c import d\n    importlib.import_module('e.f')\n"
     assert set(imports_of(source)) == {"a.b", "c", "e.f"}
+
+
+def test_imports_for_the_sake_of_types_are_told_apart() -> None:
+    source = "from ps import a\nif TYPE_CHECKING:\n    from ps import b\n    import c\nimport d\n"
+    assert set(_at_run_time(source)) == {"ps.a", "d"}
 
 
 def test_there_is_something_to_check() -> None:
@@ -85,6 +118,25 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
         assert roots <= sys.stdlib_module_names | OUTSIDE_OF_PROTOCOL | {"protocol"}
         if name not in SHELLS_OF_PROTOCOL:
             assert not roots & IMPURE, "the core is pure: no socket, thread, clock or environment"
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_a_pure_module_rests_on_pure_ones(name: str) -> None:
+    path = ROOT / "ps" / f"{name}.py"
+    imported = set(_at_run_time(path.read_text())) - FROM_A_SHELL.get(_name(path), set())
+    assert {each for each in imported if each.startswith("ps.")} <= {f"ps.{pure}" for pure in PURE}
+    assert not {f"{each.replace('.', '/')}.py" for each in imported} & SHELLS_OF_PROTOCOL
+    assert not {each.split(".")[0] for each in imported} & UNFORESEEABLE
+    assert name not in COORDINATION or "numpy" not in imported, "it decides, and touches no tensor"
+
+
+def test_every_module_that_says_that_it_is_pure_is_held_to_it() -> None:
+    said = {
+        path.stem
+        for path in MODULES
+        if path.parent.name == "ps" and re.search(r"\bPure\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+    }
+    assert said and said <= PURE
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.messages import Push, Role, Status
 from ps.coordinator import Coordinator
-from ps.instructions import Contribution
+from ps.instructions import Contribution, Drop
 from ps.members import Granted, Identity
 from ps.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
 from ps.policy import RunPolicy
@@ -124,14 +124,12 @@ def run_of_two():
         coordinator.joined(rank + 1, identity, Granted(rank, f"site-{rank}"), 2 + rank, 0.0)
     for rank, step, seq, loss in ((0, 0, 1, 1.0), (1, 0, 1, 1.0), (1, 0, 1, 1.0), (1, 9, 2, 1.0), (1, 1, 3, NAN)):
         push = Push(1, step, seq, loss, None, 8)
-        coordinator.push_begins(rank + 1, push)
-        if seq != 2 and (rank, step) not in coordinator_seen(coordinator):
+        decided = coordinator.push_begins(rank + 1, push)
+        if isinstance(decided, Drop):
+            coordinator.dropped(rank + 1, push, decided, 0.0)
+        else:
             coordinator.push_arrived(rank + 1, push, 1.0, None, 0.0)
     return coordinator
-
-
-def coordinator_seen(coordinator):
-    return {(c.rank, coordinator.step) for c in coordinator.open_round.pushes.values()}
 
 
 def test_the_summary_has_all_counters_by_rank_and_is_json():

@@ -3,6 +3,8 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
+from ps import course_state, status
+from ps.attendance import MAX_LATE_ROUNDS
 from ps.instructions import AskInitial, CloseRound, Drop, Reply
 from ps.members import Contested, Denied, Granted, Registry
 from ps.policy import Phase
@@ -19,12 +21,13 @@ def validator():
 
 
 def validated(every=1, **changes):
-    """A run at round 0 with two workers and one validator, all of which have their values."""
+    """A run at round 0 with two workers, or more, and one validator, all of which have their values."""
     run = Run(validators=1, validator_slots=1, validated=ValidatedRounds(every, SECRET), **changes)
     zero, one, judge = Client(0), Client(1), validator()
-    for client in (zero, one, judge):
+    others = [Client(rank) for rank in range(2, run.policy.workers)]
+    for client in (zero, one, judge, *others):
         run.join(client)
-    for client in (zero, one, judge):
+    for client in (zero, one, judge, *others):
         run.pull(client)
     run.give_initial(judge)
     assert run.coordinator.phase is Phase.RUNNING
@@ -118,6 +121,95 @@ def test_a_validator_that_does_not_come_is_named_when_the_start_times_out():
     assert run.finish.reason.startswith("a validator did not come within 60 s")
 
 
+# ---- a restart with another number of workers -----------------------------------------------------------------
+
+
+def resumed_with(workers):
+    """A run of two workers and a validator after three validated rounds, one of rank 1's pushes refused."""
+    run, zero, one, judge = validated(steps=9)
+    for loss in (1.0, 1.0, NAN):
+        run.push(zero), run.push(one, loss=loss), run.push(judge)
+    run.push(judge, step=0)
+    again = Run(run.policy, workers=workers)
+    course_state.restore(again.coordinator, course_state.state_of(run.coordinator), workers - 2)
+    return again.coordinator
+
+
+def test_counts_of_a_validator_move_with_its_number_to_more_workers():
+    course = resumed_with(3)
+    assert course.pushes == {0: 3, 1: 3, 3: 3} and course.rejected == {1: 1} and course.stale == {3: 1}
+    assert status.validator_rows(course)[0].pushes == 3
+
+
+def test_counts_of_ranks_that_have_no_place_any_more_are_forgotten():
+    course = resumed_with(1)
+    assert course.pushes == {0: 3, 1: 3} and course.rejected == {} and course.stale == {1: 1}
+    assert [row.pushes for row in status.validator_rows(course)] == [3]
+    course = resumed_with(2)
+    assert course.pushes == {0: 3, 1: 3, 2: 3}
+
+
+# ---- what nobody is told -----------------------------------------------------------------------------------------
+
+
+def shown(run):
+    """Return what a client hears and what the page shows of the open round."""
+    course, now = run.coordinator, run.now
+    page = status.waiting(course, now), status.validator_rows(course)
+    return course.waiting_for(now), page
+
+
+@pytest.mark.parametrize("policy", [{}, {"shrink": True}, {"workers": 3, "quorum": 2}])
+def test_a_round_looks_the_same_whether_or_not_it_is_validated(policy):
+    """Up to the push that would close it if it were not; what the log of the server says may differ."""
+    seen = {}
+    for every in (1, 10**6):
+        run, zero, one, judge = validated(every, steps=9, **policy)
+        run.push(zero), run.push(one), run.push(judge)
+        assert run.coordinator.step == 1 and run.coordinator.open_round.validated == (every == 1)
+        seen[every] = [shown(run)]
+        run.wait(1)
+        run.push(judge)
+        run.wait(1)
+        seen[every].append(shown(run))
+        run.push(one)
+        run.wait(4)
+        seen[every].append(shown(run))
+    assert seen[1] == seen[10**6]
+    assert " since 4 s" in seen[1][-1][0]
+
+
+def test_with_a_quorum_nothing_shows_that_a_round_has_it_and_is_still_open():
+    run, zero, one, _judge = validated(workers=3, quorum=2, steps=9)
+    run.push(zero)
+    run.wait(4)
+    before = shown(run)
+    run.push(one)
+    assert shown(run) == before
+    assert run.coordinator.waiting_for(run.now).startswith("round 0 waits until a quorum of 2 lets it close")
+    assert "validator" in run.coordinator.waiting_for(run.now, names_validators=True)
+
+
+def test_a_round_that_only_a_validator_holds_names_it_in_the_log_alone():
+    run, zero, one, _judge = validated()
+    run.push(zero), run.push(one)
+    run.wait(7)
+    sentence = "round 0 has the pushes that it waits for and is about to close since 7 s"
+    assert run.coordinator.waiting_for(run.now) == sentence
+    assert status.waiting(run.coordinator, run.now) == status.Waiting(sentence, (), 7.0)
+    assert run.coordinator.waiting_for(run.now, names_validators=True) == (
+        "round 0 waits for validator site--1 since 7 s"
+    )
+
+
+def test_a_reference_is_counted_when_its_round_closes():
+    run, zero, one, judge = validated()
+    run.push(judge, loss=NAN), run.push(zero)
+    assert status.validator_rows(run.coordinator)[0].pushes == 0
+    run.push(one)
+    assert status.validator_rows(run.coordinator)[0].pushes == 1
+
+
 # ---- rounds ----------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +217,7 @@ def test_a_validated_round_waits_for_the_validator_and_names_its_gradient():
     run, zero, one, judge = validated()
     run.push(zero), run.push(one)
     assert not run.of(CloseRound)
-    assert "round 0 waits for validator site--1" in run.coordinator.waiting_for(run.now)
+    assert run.coordinator.waiting_for(run.now, names_validators=True) == "round 0 waits for validator site--1"
     run.push(judge)
     (closed,) = run.of(CloseRound)
     assert closed.references == (NUMBER,)
@@ -224,6 +316,63 @@ def test_a_worker_that_is_late_ends_the_run_also_while_a_validator_is_late():
     run, zero, _, _ = validated()
     run.push(zero)
     run.wait(run.policy.round_timeout_s)
+    assert run.finish.status is Status.NO_PROGRESS
+
+
+def late_quorum(validators_too):
+    """A round with its quorum; the third rank is alive but late, and the validator is lost or is late too."""
+    run, zero, one, judge = validated(workers=3, quorum=2, steps=9)
+    if not validators_too:
+        run.lose(judge)
+    run.push(zero), run.push(one)
+    return run
+
+
+@pytest.mark.parametrize("validators_too", [True, False])
+def test_a_quorum_that_only_a_validator_holds_closes_by_prediction_whoever_else_is_late(validators_too):
+    run = late_quorum(validators_too)
+    assert run.wait(run.policy.round_timeout_s - 1) == []
+    told = run.wait(1)
+    assert run.finish is None and run.coordinator.predicted_rounds == 1
+    (closed,) = [t for t in told if isinstance(t, CloseRound)]
+    assert [c.rank for c in closed.contributions] == [0, 1]
+
+
+def test_a_round_begins_with_the_first_push_of_a_worker():
+    run, zero, _one, judge = validated(steps=9, shrink=True)
+    run.push(judge)
+    run.wait(10 * run.policy.round_timeout_s)
+    assert run.finish is None and run.coordinator.open_round.began is None
+    run.push(zero)
+    assert run.wait(run.policy.round_timeout_s - 1) == []
+    told = run.wait(1)
+    assert [[c.rank for c in t.contributions] for t in told if isinstance(t, CloseRound)] == [[0]]
+    assert run.coordinator.predicted_rounds == 0
+
+
+def test_no_round_closes_by_prediction_where_only_a_rank_on_probation_is_left():
+    run, zero, _one, judge = validated(steps=9, shrink=True)
+    for _ in range(MAX_LATE_ROUNDS):
+        run.push(zero), run.push(judge)
+        run.wait(run.policy.round_timeout_s)
+    assert run.coordinator.registry.members[1].on_probation
+    run.push(judge)
+    run.lose(zero)
+    for _ in range(5):
+        run.wait(run.policy.round_timeout_s)
+    assert run.finish is None and run.coordinator.predicted_rounds == 0
+
+
+def test_a_validator_that_holds_a_round_has_the_round_timeout_however_short_the_idle_one_is():
+    run, zero, one, _judge = validated(steps=9, idle_timeout_s=5)
+    run.push(zero), run.push(one)
+    run.wait(run.policy.round_timeout_s - 1)
+    assert run.finish is None
+    run.wait(1)
+    assert run.coordinator.predicted_rounds == 1 and run.finish is None
+    run.wait(4)
+    assert run.finish is None, "the next round is open for 4 s"
+    run.wait(1)
     assert run.finish.status is Status.NO_PROGRESS
 
 
