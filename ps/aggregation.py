@@ -14,10 +14,15 @@ from typing import Protocol
 import numpy as np
 
 from protocol.errors import ConfigurationError, LocalProtocolError
+from ps.fitting import weighted_median
 from ps.geometry import Geometry, Vector
 
 LONGEST_RESCALE = 1e6
 """A gradient is lengthened this many times at most: the factor must be finite in float32 whatever is pushed."""
+
+
+STATE_BOUND = 1.5
+"""How many times the median norm of all changes of state one may have: honest ones differ that much."""
 
 
 class MeanOver(StrEnum):
@@ -94,12 +99,15 @@ class Decision:
         trim: if not None, the rows are combined coordinate by coordinate instead: of each coordinate the `trim`
             smallest and the `trim` largest values among the usable rows are dropped and the others averaged.
         fallback: why another rule judged this round (a sentence), or empty.
+        yardstick: what each rank counts in the usual length of changes of state, which bounds everybody's; None
+            where all usable ranks count the same. Who is not trusted should have no say.
     """
 
     weights: Vector
     factors: Vector
     trim: int | None = None
     fallback: str = ""
+    yardstick: Vector | None = None
 
 
 class Rule(Protocol):
@@ -300,7 +308,7 @@ class CosineTrust:
         if total > 0.0:
             trust /= total
             factors[counted] = np.minimum(geometry.reference_norm / geometry.norms[counted], LONGEST_RESCALE)
-        return Decision(trust, factors)
+        return Decision(trust, factors, yardstick=trust)
 
 
 def clip_factors(norms: Sequence[float], clip_norm: float) -> Vector:
@@ -308,11 +316,28 @@ def clip_factors(norms: Sequence[float], clip_norm: float) -> Vector:
 
     Args:
         norms: Euclidean norms of the gradients, at least 0.
-        clip_norm: the largest norm allowed, above 0.
+        clip_norm: the largest norm allowed, at least 0.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
     return np.array([min(1.0, clip_norm / norm) if norm else 1.0 for norm in norms], np.float64)
+
+
+def state_factors(norms: Sequence[float], usable: Sequence[bool], yardstick: Vector | None = None) -> Vector:
+    """Return the factors that bring each rank's changes of state down to `STATE_BOUND` times their median norm.
+
+    No rule looks at state, and a change of any length may come with an ordinary gradient. With an even number of
+    ranks the median is the lower of the two in the middle. If it is 0, whatever is not 0 is brought to nothing.
+
+    Args:
+        norms: Euclidean norms over the floating state.
+        usable: whose norms count; the factors of the others mean nothing.
+        yardstick: what each norm counts in the median; None for all alike.
+    """
+    known = np.array(usable, np.bool_)
+    lengths = np.where(known, norms, 0.0)
+    weights = known.astype(np.float64) if yardstick is None else yardstick
+    return clip_factors(lengths.tolist(), STATE_BOUND * weighted_median(lengths[known], weights[known]))
 
 
 def _trimmed(view: RoundView, trim: int) -> Decision:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import CheckpointError
-from ps.aggregation import Decision, Need, RoundView, Rule, clip_factors
+from ps.aggregation import Decision, Mean, Need, RoundView, Rule, clip_factors, state_factors
 from ps.geometry import Geometry, from_products, from_projections
 from ps.instructions import CloseRound, Contribution
 from ps.schedules import Schedule
@@ -138,11 +138,11 @@ class RoundCloser:
             store.skip()
             return Closed(view, decision, counted, fresh)
         self.unapplied = 0
-        rate = self._rate(closing)
+        rate, deltas = self._rate(closing), self._state_factors(closing, decision)
         if decision.trim is not None:
-            store.apply_trimmed(tuple(counted), decision.trim, rate)
+            store.apply_trimmed(tuple(counted), decision.trim, rate, deltas)
         else:
-            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate)
+            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate, deltas)
         return Closed(view, decision, counted, fresh)
 
     def _rate(self, closing: CloseRound) -> float:
@@ -157,6 +157,14 @@ class RoundCloser:
             norms = [norm if use else 0.0 for norm, use in zip(view.norms, view.usable, strict=True)]
             factors = np.minimum(factors, clip_factors(norms, self._clip_worker_norm))
         chosen: list[float] = factors[counted].tolist()
+        return None if all(factor == 1.0 for factor in chosen) else chosen
+
+    def _state_factors(self, closing: CloseRound, decision: Decision) -> list[float] | None:
+        if isinstance(self.rule, Mean):
+            return None  # which believes everybody, in this too
+        norms = [c.state_norm for c in closing.contributions]
+        factors = state_factors(norms, [not c.refused for c in closing.contributions], decision.yardstick)
+        chosen: list[float] = factors[decision.weights > 0].tolist()
         return None if all(factor == 1.0 for factor in chosen) else chosen
 
     def _measure(self, store: Store, view: RoundView, fresh: bool) -> Geometry:

@@ -303,7 +303,9 @@ class Evidence:
         if total > 0.0:
             kept /= total
         weights[standing.positions] = kept
-        bound = self._norm_bound(standing, shares * (shares >= 0.5 * largest))
+        yardstick = np.zeros(size)
+        yardstick[standing.positions] = bound_by = shares * (shares >= 0.5 * largest)
+        bound = self._norm_bound(standing, bound_by)
         factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered = self.ledger["weight"]
@@ -314,7 +316,7 @@ class Evidence:
             log_length = float(kept @ np.log(np.maximum(standing.norms, TINY)))
             self._alarm.observe(loss, log_length, standing.agreement is not None)
         fallback = "" if standing.judged else "no validator has sent a gradient yet: the clipped mean was applied"
-        return Decision(weights, factors, fallback=fallback)
+        return Decision(weights, factors, fallback=fallback, yardstick=yardstick)
 
     def _kept(self, rows: Rows) -> Vector:
         carried: Vector = self.ledger["weight"][rows]
