@@ -12,10 +12,13 @@ import pytest
 
 from protocol.errors import CheckpointError, ConfigurationError, ExitCode
 from ps.aggregation import RoundView
+from ps.alarm import LASTS
 from ps.evidence import Evidence
 from ps.geometry import from_products
 from ps.user_master import SHARED_FEATURES, UserMaster, shared_samples, target_weights
 from ps.user_network import UserNetwork, load_user_master
+
+from .judged_rounds import alarms_of, noisy_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 4
@@ -266,6 +269,8 @@ def test_a_round_that_the_function_cannot_judge_is_judged_by_the_evidence(user, 
     for view in rounds(4, bad=(2,), ranks=(2, 3)):
         mine, theirs = master.decide(view), evidence.decide(view)
         assert mine.weights.tolist() == theirs.weights.tolist()
+        assert mine.yardstick.tolist() == theirs.yardstick.tolist()
+        assert "gives it a weight" not in master.reasons(view, "w3")
         assert mine.fallback == f"--master {function.spec} {why}: the evidence rule judged the round"
 
 
@@ -278,6 +283,24 @@ def test_norms_are_bounded_as_by_the_evidence_rule(user, made):
     assert decision.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert 5000.0 * decision.factors[3] <= 1.05 * 1.5 * 5.0 + 1e-9
     assert decision.factors[:3].tolist() == [1.0] * 3
+
+
+def test_an_alarm_that_a_changed_worker_rang_ends_when_nothing_else_is_wrong(user, made):
+    raised = alarms_of(made(user(EVIDENCE_AGAIN)))
+    assert raised == alarms_of(Evidence(True))
+    assert sum(raised) == LASTS - 1
+
+
+def test_a_rising_loss_raises_the_alarm_as_with_the_evidence_rule(user, made):
+    mine, theirs = made(user(EVIDENCE_AGAIN)), Evidence(True)
+    raised = []
+    for view in noisy_rounds(40, [1.0] * 4, noise=0.3, every=20):
+        judged = replace(view, losses=(1.0 if view.step < 30 else 5.0,) * 4)
+        mine.decide(judged)
+        theirs.decide(judged)
+        assert mine.wants_validation == theirs.wants_validation
+        raised.append(mine.wants_validation)
+    assert not raised[29] and raised[39]
 
 
 # ---- learning ------------------------------------------------------------------------------------------
