@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import LocalProtocolError
-from ps.aggregation import Decision, Need, RoundView
 from ps.alarm import FIELDS as ALARM_FIELDS
 from ps.alarm import Alarm, changed
 from ps.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
 from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up, weighted_median
 from ps.ledger import Ledger, Matrix, Rows, Vector
+from ps.rule import Decision, Need, RoundView
 
 MEMORY_RATE = 0.1
 """Most that one validated round counts in the running means: rounds apart from each other say more."""

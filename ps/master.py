@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.aggregation import Decision, Need, RoundView
 from ps.claims import claimed_accuracies
 from ps.evidence import TRUST_GAIN, Evidence, Standing
 from ps.ledger import Matrix, Rows, Vector
 from ps.network import Activation, Adam, TwoLayerNetwork
+from ps.rule import Decision, Need, RoundView
 
 FEATURES = (
     "the length of its gradient",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from protocol.user_function import UserFunction
-from ps.aggregation import Decision, RoundView
 from ps.evidence import SHARE_CUT, TRUST_GAIN, Standing
 from ps.ledger import Matrix, Rows, Vector
 from ps.master import BETA1, BETA2, EPSILON, FEATURES, LEARNING_RATE, Master
+from ps.rule import Decision, RoundView
 from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 SHARED_FEATURES = (*FEATURES, "the evidence: how far it is trusted, 0 to 1")

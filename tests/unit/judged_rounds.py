@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ps.aggregation import RoundView
 from ps.geometry import Geometry
+from ps.rule import RoundView
 
 
 def round_view(

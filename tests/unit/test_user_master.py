@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from protocol.errors import CheckpointError, ConfigurationError, ExitCode
-from ps.aggregation import RoundView
 from ps.alarm import LASTS
 from ps.evidence import Evidence
 from ps.geometry import from_products
+from ps.rule import RoundView
 from ps.user_master import SHARED_FEATURES, UserMaster, shared_samples, target_weights
 from ps.user_network import UserNetwork, load_user_master
 
