@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 from protocol.errors import ConfigurationError
@@ -63,6 +64,15 @@ def test_each_optimizer_and_schedule_is_the_one_of_its_name() -> None:
     ):
         config = ServerConfig(workers=1, steps=1, schedule=name, **numbers)
         assert type(make_schedule(config)) is made
+
+
+def test_an_epsilon_that_float32_may_take_for_zero_is_refused_with_the_options() -> None:
+    """Not when the first worker has said what the model is."""
+    smallest = float(np.finfo(np.float32).tiny)
+    assert make_optimizer(ServerConfig(workers=1, steps=1, epsilon=smallest)) == Adam(epsilon=smallest)
+    for epsilon in (float(np.nextafter(smallest, 0.0)), 1e-40):
+        with pytest.raises(ConfigurationError, match=f"--epsilon must be at least 1.175.*e-38, not {epsilon}"):
+            ServerConfig(workers=1, steps=1, epsilon=epsilon)
 
 
 @pytest.mark.parametrize(

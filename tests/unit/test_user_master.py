@@ -163,6 +163,12 @@ def test_a_spec_that_names_no_function_is_refused(spec):
         load_user_master(spec)
 
 
+@pytest.mark.parametrize("file", ["x" * 300 + ".py", "~nobody-of-that-name/mine.py"])
+def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(file):
+    with pytest.raises(ConfigurationError, match=r"^--master .*:master cannot be used: "):
+        load_user_master(f"{file}:master")
+
+
 def test_a_file_that_is_missing_is_refused_before_tensorflow_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(ConfigurationError, match="because there is no file"):
