@@ -154,7 +154,10 @@ def _inspect_command(inspect: Callable[[Path], int]) -> click.Command:
     @cloup.command("inspect")
     @_checkpoint_directory()
     def command(directory: Path) -> int:
-        """Show what is in the checkpoint DIR, or in each of a directory of them, and whether it is undamaged."""
+        """Show what is in the checkpoint DIR, or in each of a directory of them, and whether it is undamaged.
+
+        The exit code is 6 if it is damaged; of a directory of them, if the newest is.
+        """
         return inspect(directory)
 
     return command
