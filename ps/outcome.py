@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -123,12 +123,16 @@ def _write_result(path: Path, content: Callable[[], bytes]) -> None:
 
 
 class RoundLog:
-    """A line of JSON for each closed round, appended to a file; if it cannot be written, that is said once."""
+    """A line of JSON for each closed round, in a file; if it cannot be written, that is said once.
+
+    What another run has left there is replaced with the first line, unless `go_back` says that this one goes on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
         self._broken = False
+        self._mode: Literal["w", "a"] = "w"  # not before a round: a server that cannot start must cost nobody a log
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line; it is in the file after the next `flush`."""
@@ -136,7 +140,8 @@ class RoundLog:
             return
         try:
             if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = self._path.open(self._mode, encoding="utf-8")
+                self._mode = "a"
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
             self._give_up(error)
@@ -148,6 +153,7 @@ class RoundLog:
         replaced as a whole.
         """
         self.close()
+        self._mode = "a"
         try:
             if self._path.exists():
                 starts = _lines_before(self._path, step)

@@ -40,6 +40,17 @@ def lines(*steps):
     return b"".join(b'{"step":%d,"ranks":[0]}\n' % step for step in steps)
 
 
+def test_a_run_that_begins_replaces_what_another_has_left(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    log = log_of(path, lines(*range(10)))
+    log.close()
+    assert steps_in(path) == list(range(10)), "it has not begun yet"
+    for step in range(3):
+        log.write({"step": step})
+        log.close()
+    assert steps_in(path) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
