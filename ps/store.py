@@ -466,7 +466,10 @@ class Store:
         return views
 
     def optimizer_arrays(self) -> dict[str, dict[str, NDArray[Any]]]:
-        """Return moments, and `average` if there is one, by name and variable: read-only views, as `export`'s."""
+        """Return moments, and `average` if there is one, by name and variable: read-only views, as `export`'s.
+
+        Nothing but tests looks at them so: a checkpoint is of copies.
+        """
         arrays = {
             moment: self._named(lambda trainable, index=index: trainable.moments[index])  # type: ignore[misc]
             for index, moment in enumerate(self.config.optimizer.moments)

@@ -167,7 +167,7 @@ class UserMaster(Master):
         self._to_learn = self._weights = None
 
     def close(self) -> None:
-        """End TensorFlow's session."""
+        """End TensorFlow's session; a server leaves that to the end of its process, tests make many in one."""
         self.graph.close()
 
 
