@@ -342,7 +342,7 @@ class Layout:
 
     @cached_property
     def gap_bytes(self) -> NDArray[np.int64]:
-        """Offsets of all bytes that belong to no tensor, for zeroing them in one indexed write."""
+        """Offsets of all bytes that belong to no tensor; by it tests check that nothing leaks in them."""
         ends = [slot.end for slot in (*self.slots, *self.sides)]
         starts = [*(slot.offset for slot in (*self.slots, *self.sides)), self.payload_bytes][1:]
         pieces = [np.arange(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

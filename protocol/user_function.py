@@ -65,8 +65,12 @@ def locate(spec: str, option: str) -> tuple[Path, str]:
     file, colon, name = spec.rpartition(":")
     if not colon or not file or not name.isidentifier():
         raise ConfigurationError(f"{option} {spec} does not name a function: write file.py:function")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = Path(file).expanduser().resolve()
+        is_there = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that is nobody's
+        raise ConfigurationError(f"{option} {spec} cannot be used: {error}") from error
+    if not is_there:
         raise ConfigurationError(f"{option} {spec} cannot be used, because there is no file {path}")
     return path, name
 

@@ -156,10 +156,14 @@ def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode,
 
 
 def inspect(path: "Path") -> int:
-    """Show what is in a checkpoint, or in a directory of them."""
+    """Show what is in a checkpoint, or in a directory of them; that it is damaged, or the newest, is an error."""
+    from protocol.errors import CheckpointError
     from ps.checkpoint_report import describe
 
-    print(describe(path))
+    report = describe(path)
+    print(report.text, flush=True)
+    if report.damage:
+        raise CheckpointError(report.damage)
     return ExitCode.DONE
 
 

@@ -1,23 +1,27 @@
 """Aggregation rules: from what is known of a round's gradients to what each of them counts.
 
-A rule never sees a gradient. It says which measurements it needs, gets them in a `RoundView`, and answers with a
-`Decision` that `ps.store` carries out. The rules here are pure and without state. All judge the usable gradients
-only: a push that was refused counts nothing, in every rule. W is the number of usable gradients and P that of the
+What a rule is stands in `ps.rule`. The rules here are pure and without state. All judge the usable gradients only:
+a push that was refused counts nothing, in every rule. W is the number of usable gradients and P that of the
 trainable parameters; each rule states its cost beyond the one pass over W x P elements that every update takes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 
-from protocol.errors import ConfigurationError, LocalProtocolError
-from ps.geometry import Geometry, Vector
+from protocol.errors import ConfigurationError
+from ps.fitting import weighted_median
+from ps.geometry import Vector
+from ps.rule import Decision, Need, RoundView
 
 LONGEST_RESCALE = 1e6
 """A gradient is lengthened this many times at most: the factor must be finite in float32 whatever is pushed."""
+
+
+STATE_BOUND = 1.5
+"""How many times the median norm of all changes of state one may have: honest ones differ that much."""
 
 
 class MeanOver(StrEnum):
@@ -25,92 +29,6 @@ class MeanOver(StrEnum):
 
     WORKERS = "workers"
     EXAMPLES = "examples"
-
-
-class Need(StrEnum):
-    """What must be measured before a rule can judge a round."""
-
-    GRAM = "gram"
-    """All inner products of the round's gradients, whatever their number."""
-    REFERENCE = "reference"
-    """Inner products with the last validator gradient."""
-    MOMENTUM = "momentum"
-    """Inner products with the optimizer's first moment."""
-
-
-@dataclass(frozen=True)
-class RoundView:
-    """What a rule may look at; all tuples have one entry per rank present, in rank order.
-
-    Attributes:
-        step: the step of the round.
-        ranks: who pushed, ascending.
-        names: who they are; what is remembered of a worker is remembered by name.
-        usable: False for a push that was refused: it is present and counts nothing.
-        examples: size of the batch behind each gradient.
-        norms: Euclidean norm of each gradient before clipping; not finite where it is not usable.
-        losses: the loss that each rank reported; NaN where it reported none.
-        accuracies: the accuracy that each rank reported; NaN where it reported none.
-        geometry: what was measured for the rule's needs; None if it has none.
-    """
-
-    step: int
-    ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    usable: tuple[bool, ...]
-    examples: tuple[int, ...]
-    norms: tuple[float, ...]
-    losses: tuple[float, ...]
-    accuracies: tuple[float, ...]
-    geometry: Geometry | None = None
-
-    def __post_init__(self) -> None:
-        columns = (self.names, self.usable, self.examples, self.norms, self.losses, self.accuracies)
-        if {len(column) for column in columns} != {len(self.ranks)}:
-            raise LocalProtocolError("a round's view needs one entry per rank in every column")
-        if any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
-            raise LocalProtocolError(f"a round's ranks must ascend, not {self.ranks}")
-
-    def measured(self) -> Geometry:
-        """Return the geometry.
-
-        Raises:
-            LocalProtocolError: nothing was measured.
-        """
-        if self.geometry is None:
-            raise LocalProtocolError(f"round {self.step} was not measured for its rule")
-        return self.geometry
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """What a round's gradients count; arrays are float64 [ranks present], in rank order.
-
-    Attributes:
-        weights: at least 0; their sum is 1, or 0 where nothing is to be applied.
-        factors: what each gradient is multiplied by before it is weighted, above 0: at most 1 when norms are
-            clipped; above 1 only where the rule says that it lengthens gradients. What is applied is
-            `sum_i weights_i factors_i g_i`.
-        trim: if not None, the rows are combined coordinate by coordinate instead: of each coordinate the `trim`
-            smallest and the `trim` largest values among the usable rows are dropped and the others averaged.
-        fallback: why another rule judged this round (a sentence), or empty.
-    """
-
-    weights: Vector
-    factors: Vector
-    trim: int | None = None
-    fallback: str = ""
-
-
-class Rule(Protocol):
-    """An aggregation rule."""
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """What `RoundView.geometry` must hold."""
-
-    def decide(self, view: RoundView) -> Decision:
-        """Judge a round."""
 
 
 NOTHING: frozenset[Need] = frozenset()
@@ -300,7 +218,7 @@ class CosineTrust:
         if total > 0.0:
             trust /= total
             factors[counted] = np.minimum(geometry.reference_norm / geometry.norms[counted], LONGEST_RESCALE)
-        return Decision(trust, factors)
+        return Decision(trust, factors, yardstick=trust)
 
 
 def clip_factors(norms: Sequence[float], clip_norm: float) -> Vector:
@@ -308,11 +226,28 @@ def clip_factors(norms: Sequence[float], clip_norm: float) -> Vector:
 
     Args:
         norms: Euclidean norms of the gradients, at least 0.
-        clip_norm: the largest norm allowed, above 0.
+        clip_norm: the largest norm allowed, at least 0.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
     return np.array([min(1.0, clip_norm / norm) if norm else 1.0 for norm in norms], np.float64)
+
+
+def state_factors(norms: Sequence[float], usable: Sequence[bool], yardstick: Vector | None = None) -> Vector:
+    """Return the factors that bring each rank's changes of state down to `STATE_BOUND` times their median norm.
+
+    No rule looks at state, and a change of any length may come with an ordinary gradient. With an even number of
+    ranks the median is the lower of the two in the middle. If it is 0, whatever is not 0 is brought to nothing.
+
+    Args:
+        norms: Euclidean norms over the floating state.
+        usable: whose norms count; the factors of the others mean nothing.
+        yardstick: what each norm counts in the median; None for all alike.
+    """
+    known = np.array(usable, np.bool_)
+    lengths = np.where(known, norms, 0.0)
+    weights = known.astype(np.float64) if yardstick is None else yardstick
+    return clip_factors(lengths.tolist(), STATE_BOUND * weighted_median(lengths[known], weights[known]))
 
 
 def _trimmed(view: RoundView, trim: int) -> Decision:

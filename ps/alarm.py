@@ -82,11 +82,13 @@ class Alarm:
         """Take note of a round.
 
         Args:
-            loss: mean claimed loss by the weights of the round; a round in which it is not finite is skipped.
+            loss: mean claimed loss by the weights of the round; a round in which it is not finite is no reason for
+                an alarm, and teaches nothing of what is usual.
             log_length: mean logarithm of the norms of the gradients, likewise.
             validated: the weights of this round rest on a fresh validator gradient.
         """
         if not (math.isfinite(loss) and math.isfinite(log_length)):
+            self._count_down(validated)
             return
         self._rounds += 1
         if self._rounds == 1:
@@ -98,13 +100,16 @@ class Alarm:
         longer = log_length - self._log_length > math.log(LENGTH_RISE)
         if self._rounds > FIRST_ROUNDS and (worse or longer):
             self._left = LASTS
-        elif self._left:
-            self._left = 0 if validated else self._left - 1
+        else:
+            self._count_down(validated)
         # What is alarming becomes usual only slowly.
         believed = min(loss, self._usual_loss + 0.2 * abs(self._usual_loss) + noise)
         self._usual_loss += USUAL_RATE * (believed - self._usual_loss)
         self._largest_loss = max(self._largest_loss, abs(self._usual_loss))
         self._log_length += USUAL_RATE * (min(log_length - self._log_length, math.log(1.5)))
+
+    def _count_down(self, validated: bool) -> None:
+        self._left = 0 if validated else max(0, self._left - 1)
 
     def state(self) -> dict[str, Any]:
         """Return everything as plain numbers."""

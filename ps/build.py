@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from ps.aggregation import (
     MeanOver,
     Median,
     MultiKrum,
-    Rule,
     TrimmedMean,
 )
 from ps.combinations import RULES_OF_MEANS
@@ -32,6 +31,7 @@ from ps.evidence import Evidence
 from ps.master import Master
 from ps.optimizers import SGD, Adam, AdamW, Optimizer
 from ps.policy import Consistency, RunPolicy
+from ps.rule import Rule
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.store import NotFinite, Store, StoreConfig
 from ps.validation import SECRET_BYTES, ValidatedRounds
@@ -42,49 +42,25 @@ logger = logging.getLogger("weighmaster.ps")
 KILOBYTE, MEGABYTE = 1e3, 1e6
 
 
+def _adamw(config: ServerConfig) -> Optimizer:
+    assert config.decay_of_weights is not None
+    return AdamW(config.beta1, config.beta2, config.epsilon, config.decay_of_weights)
+
+
+OPTIMIZERS: Mapping[str, Callable[[ServerConfig], Optimizer]] = {
+    "adam": lambda config: Adam(config.beta1, config.beta2, config.epsilon),
+    "adamw": _adamw,
+    "sgd": lambda config: SGD(config.momentum, config.nesterov),
+}
+"""What makes each optimizer, by the value of `--optimizer`."""
+
+
 def make_optimizer(config: ServerConfig) -> Optimizer:
     """Return the optimizer that was asked for."""
-    match config.optimizer:
-        case "adam":
-            return Adam(config.beta1, config.beta2, config.epsilon)
-        case "adamw":
-            assert config.decay_of_weights is not None
-            return AdamW(config.beta1, config.beta2, config.epsilon, config.decay_of_weights)
-        case _:
-            return SGD(config.momentum, config.nesterov)
+    return OPTIMIZERS[config.optimizer](config)
 
 
-def make_rule(config: ServerConfig) -> Rule:
-    """Return the aggregation rule that was asked for.
-
-    Raises:
-        ConfigurationError: the user's own master cannot be used.
-    """
-    if config.mode == MODE:
-        return Mean()  # never asked: an ensemble's master weighs answers, not gradients
-    over, faulty = MeanOver(config.mean_over), config.assumed_faulty
-    match config.aggregation:
-        case "clipped_mean":
-            return ClippedMean(over)
-        case "median":
-            return Median()
-        case "trimmed_mean":
-            return TrimmedMean(faulty)
-        case "krum":
-            return Krum(faulty)
-        case "multi_krum":
-            return MultiKrum(faulty)
-        case "cosine_trust":
-            return CosineTrust()
-        case "evidence":
-            return Evidence(validated=config.awaited_validators > 0)
-        case "master":
-            return _make_master(config)
-        case _:
-            return Mean(over)
-
-
-def _make_master(config: ServerConfig) -> Rule:
+def _master(config: ServerConfig) -> Rule:
     validated = config.awaited_validators > 0
     if config.master is None:
         return Master(validated, config.seed)
@@ -95,15 +71,52 @@ def _make_master(config: ServerConfig) -> Rule:
     return UserMaster(function, config.ranks, validated=validated, seed=config.seed)
 
 
+RULES: Mapping[str, Callable[[ServerConfig], Rule]] = {
+    "mean": lambda config: Mean(MeanOver(config.mean_over)),
+    "clipped_mean": lambda config: ClippedMean(MeanOver(config.mean_over)),
+    "median": lambda config: Median(),
+    "trimmed_mean": lambda config: TrimmedMean(config.assumed_faulty),
+    "krum": lambda config: Krum(config.assumed_faulty),
+    "multi_krum": lambda config: MultiKrum(config.assumed_faulty),
+    "cosine_trust": lambda config: CosineTrust(),
+    "evidence": lambda config: Evidence(validated=config.awaited_validators > 0),
+    "master": _master,
+}
+"""What makes each rule, by the value of `--aggregation`."""
+
+
+def make_rule(config: ServerConfig) -> Rule:
+    """Return the aggregation rule that was asked for.
+
+    Raises:
+        ConfigurationError: the user's own master cannot be used.
+    """
+    if config.mode == MODE:
+        return Mean()  # never asked: an ensemble's master weighs answers, not gradients
+    return RULES[config.aggregation](config)
+
+
+def _exponential(config: ServerConfig) -> Schedule:
+    assert config.decay_steps is not None and config.decay_rate is not None
+    return ExponentialDecay(config.learning_rate, config.decay_steps, config.decay_rate, config.staircase)
+
+
+def _cosine(config: ServerConfig) -> Schedule:
+    assert config.decay_steps is not None
+    return Cosine(config.learning_rate, config.decay_steps)
+
+
+SCHEDULES: Mapping[str, Callable[[ServerConfig], Schedule]] = {
+    "constant": lambda config: Constant(config.learning_rate),
+    "exponential": _exponential,
+    "cosine": _cosine,
+}
+"""What makes each schedule, by the value of `--schedule`; the warm-up comes before it."""
+
+
 def make_schedule(config: ServerConfig) -> Schedule:
     """Return the learning-rate schedule that was asked for."""
-    schedule: Schedule = Constant(config.learning_rate)
-    if config.schedule == "exponential":
-        assert config.decay_steps is not None and config.decay_rate is not None
-        schedule = ExponentialDecay(config.learning_rate, config.decay_steps, config.decay_rate, config.staircase)
-    elif config.schedule == "cosine":
-        assert config.decay_steps is not None
-        schedule = Cosine(config.learning_rate, config.decay_steps)
+    schedule = SCHEDULES[config.schedule](config)
     return WarmUp(schedule, config.warmup_steps) if config.warmup_steps else schedule
 
 

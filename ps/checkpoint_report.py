@@ -3,6 +3,7 @@
 import io
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +22,43 @@ FORMATS = ("npz", "safetensors")
 _AVERAGE = "average/"
 
 
-def describe(path: Path) -> str:
-    """Return what is in a checkpoint, or in all of a directory: lines of text for people.
+@dataclass(frozen=True)
+class Report:
+    """What is told of a checkpoint, or of a directory of them.
+
+    Attributes:
+        text: lines for people.
+        damage: why the checkpoint, or the newest of the directory, cannot be used, in a sentence; or empty.
+    """
+
+    text: str
+    damage: str
+
+
+def describe(path: Path) -> Report:
+    """Tell what is in a checkpoint, or in all of a directory.
 
     Of a directory of checkpoints each has a line, and the newest good one is told in full.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
     if _is_checkpoint(path):
-        return "\n".join(_in_full(path))
-    lines = []
+        return _in_full(path)
+    lines: list[str] = []
     full: list[str] = []
+    damage = ""
     for each in _checkpoints_of(path):
         try:
             listing, snapshot = read_listing(each), load(each)
         except CheckpointError as error:
+            damage = damage or ("" if lines else f"the newest {error}")
             lines.append(f"{each.name}: DAMAGED: {error}")
             continue
         lines.append(f"{each.name}: step {listing.step}, {listing.written}, {_size(listing)}, verifies")
         full = full or ["", *_lines(each, listing, snapshot)]
         del snapshot
-    return "\n".join([*lines, *full])
+    return Report("\n".join([*lines, *full]), damage)
 
 
 def export(path: Path, to: str, out: Path) -> None:
@@ -76,7 +92,10 @@ def export(path: Path, to: str, out: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).exists() or not path.is_dir()
+    try:
+        return (path / MANIFEST).exists() or not path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _checkpoints_of(path: Path) -> list[Path]:
@@ -96,12 +115,12 @@ def _newest_of(path: Path) -> Snapshot:
     raise CheckpointError(f"no checkpoint in {path} can be used: {problem}")
 
 
-def _in_full(path: Path) -> list[str]:
+def _in_full(path: Path) -> Report:
     listing = read_listing(path)
     try:
-        return _lines(path, listing, load(path))
+        return Report("\n".join(_lines(path, listing, load(path))), "")
     except CheckpointError as error:
-        return [*_heading(path, listing), f"  DAMAGED: {error}"]
+        return Report("\n".join([*_heading(path, listing), f"  DAMAGED: {error}"]), str(error))
 
 
 def _heading(path: Path, listing: Listing) -> list[str]:

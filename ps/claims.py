@@ -5,8 +5,8 @@ It helps against honest faults, such as labels that are wrong; whoever lies is b
 
 import numpy as np
 
-from ps.aggregation import RoundView
 from ps.ledger import Rows, Vector
+from ps.rule import RoundView
 
 CLAIM_RATE = 0.05
 """Rate of the running mean of claimed accuracies."""

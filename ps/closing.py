@@ -6,15 +6,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.errors import CheckpointError
-from ps.aggregation import Decision, Need, RoundView, Rule, clip_factors
+from ps.aggregation import Mean, clip_factors, state_factors
 from ps.geometry import Geometry, from_products, from_projections
 from ps.instructions import CloseRound, Contribution
+from ps.rule import Alarmed, Decision, Learner, Need, Remembers, RoundView, Rule, Totals
 from ps.schedules import Schedule
 from ps.store import Store
 
@@ -25,42 +25,6 @@ MAX_UNAPPLIED = 10
 """So many rounds in a row in which the rule applies nothing end the run as diverged."""
 
 NAN = float("nan")
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """A rule that learns from the rounds that it has judged."""
-
-    def learn(self) -> None:
-        """Train on what was judged so far; nobody waits for it."""
-
-
-@runtime_checkable
-class Alarmed(Protocol):
-    """A rule that notices when a validator should look."""
-
-    @property
-    def wants_validation(self) -> bool:
-        """Whether the last rounds look so bad that rounds should be validated more often."""
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """A rule whose decisions depend on earlier rounds; a checkpoint keeps what it knows of them."""
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that later decisions depend on, as arrays and plain values."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
-
-
-@runtime_checkable
-class Totals(Protocol):
-    """A rule that measures many gradients against their total, and says what each counts in it."""
-
-    def coefficients(self, view: RoundView) -> NDArray[np.float64]:
-        """Return the coefficients [ranks present]; 0 for what is not usable."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +102,11 @@ class RoundCloser:
             store.skip()
             return Closed(view, decision, counted, fresh)
         self.unapplied = 0
-        rate = self._rate(closing)
+        rate, deltas = self._rate(closing), self._state_factors(closing, decision)
         if decision.trim is not None:
-            store.apply_trimmed(tuple(counted), decision.trim, rate)
+            store.apply_trimmed(tuple(counted), decision.trim, rate, deltas)
         else:
-            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate)
+            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate, deltas)
         return Closed(view, decision, counted, fresh)
 
     def _rate(self, closing: CloseRound) -> float:
@@ -157,6 +121,14 @@ class RoundCloser:
             norms = [norm if use else 0.0 for norm, use in zip(view.norms, view.usable, strict=True)]
             factors = np.minimum(factors, clip_factors(norms, self._clip_worker_norm))
         chosen: list[float] = factors[counted].tolist()
+        return None if all(factor == 1.0 for factor in chosen) else chosen
+
+    def _state_factors(self, closing: CloseRound, decision: Decision) -> list[float] | None:
+        if isinstance(self.rule, Mean):
+            return None  # which believes everybody, in this too
+        norms = [c.state_norm for c in closing.contributions]
+        factors = state_factors(norms, [not c.refused for c in closing.contributions], decision.yardstick)
+        chosen: list[float] = factors[decision.weights > 0].tolist()
         return None if all(factor == 1.0 for factor in chosen) else chosen
 
     def _measure(self, store: Store, view: RoundView, fresh: bool) -> Geometry:

@@ -166,6 +166,9 @@ class Bounds:
 MAX_WORKERS = 1024
 """Each takes a thread and a gradient's memory; more than this was never tried."""
 
+SMALLEST_NORMAL = 2.0**-126
+"""Of float32. A term against division by zero that is below may be taken for 0."""
+
 _POSITIVE = Bounds(above=0)
 _SECONDS = Bounds(above=0, high=10**8)
 _STEPS = Bounds(low=1, high=10**15)
@@ -189,7 +192,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "learning_rate": _POSITIVE,
     "beta1": Bounds(low=0, below=1),
     "beta2": Bounds(low=0, below=1),
-    "epsilon": _POSITIVE,
+    "epsilon": Bounds(low=SMALLEST_NORMAL),
     "weight_decay": Bounds(low=0),
     "momentum": Bounds(low=0, below=1),
     "decay_steps": _STEPS,

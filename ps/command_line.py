@@ -16,7 +16,7 @@ from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.messages import Role
 from ps.combinations import option_name
 from ps.config import ServerConfig
-from ps.options import OPTION_GROUPS, TYPES, common
+from ps.options import OPTION_GROUPS, TYPES
 
 PROGRAM = "weighmaster-ps"
 """With this name begins each sentence that ends the process, however it was started."""
@@ -142,7 +142,8 @@ def build_command(
 
 
 def _option(name: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
-    return cloup.option(option_name(name), name, **{"show_default": True} | common(name, text) | attributes)
+    # Without environment variables: what is meant for a worker, its rank say, must not change what is made here.
+    return cloup.option(option_name(name), name, help=text, **{"show_default": True} | attributes)
 
 
 def _checkpoint_directory() -> Callable[[Any], Any]:
@@ -154,7 +155,10 @@ def _inspect_command(inspect: Callable[[Path], int]) -> click.Command:
     @cloup.command("inspect")
     @_checkpoint_directory()
     def command(directory: Path) -> int:
-        """Show what is in the checkpoint DIR, or in each of a directory of them, and whether it is undamaged."""
+        """Show what is in the checkpoint DIR, or in each of a directory of them, and whether it is undamaged.
+
+        The exit code is 6 if it is damaged; of a directory of them, if the newest is.
+        """
         return inspect(directory)
 
     return command

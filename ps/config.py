@@ -350,6 +350,11 @@ class ServerConfig:
             raise ConfigurationError(
                 "--head and --master exclude each other: a master of your own has its own head"
             )
+        for name in ("validator_every", "validator_seed_file"):
+            if self.validators == 0 and self._is_set(name):
+                raise ConfigurationError(
+                    f"{option_name(name)} and --validators 0 exclude each other: there is nobody to judge a round"
+                )
         if self.aggregation == "cosine_trust" and self.validators == 0:
             raise ConfigurationError(
                 "--aggregation cosine_trust needs a validator: --validators must be at least 1"

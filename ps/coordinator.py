@@ -244,6 +244,7 @@ class Coordinator(Course):
         bad_variable: str | None,
         now: float,
         problem: str = "",
+        state_norm: float = 0.0,
     ) -> list[Instruction]:
         """The payload of a push that was to be taken is complete.
 
@@ -254,6 +255,7 @@ class Coordinator(Course):
             bad_variable: the first variable with a NaN or infinity, or None.
             now: monotonic seconds.
             problem: why what it carries beside the gradient cannot be used, or empty.
+            state_norm: of the changes of its floating state, float64.
         """
         member = self.registry.of(session)
         if member is None:
@@ -284,6 +286,7 @@ class Coordinator(Course):
             refused,
             push.labels,
             self.step - push.step,
+            state_norm,
         )
         self._pending[session] = Pending(push.seq, applied=not refused, reason=refused)
         if not self.policy.is_sync:

@@ -14,18 +14,18 @@ suddenly grow is cut short. Norms are clipped to a bound that follows validator'
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from protocol.errors import LocalProtocolError
-from ps.aggregation import Decision, Need, RoundView
 from ps.alarm import FIELDS as ALARM_FIELDS
 from ps.alarm import Alarm, changed
 from ps.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
 from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up, weighted_median
 from ps.ledger import Ledger, Matrix, Rows, Vector
+from ps.rule import Decision, Need, RoundView
 
 MEMORY_RATE = 0.1
 """Most that one validated round counts in the running means: rounds apart from each other say more."""
@@ -286,35 +286,48 @@ class Evidence:
         self.ledger["trust"][standing.rows] = 1.0 if self._rounds <= CLAIM_WARM_UP else trust_by_claims(mean)
 
     def weigh(self, standing: Standing, view: RoundView, logits: Vector) -> Decision:
-        """Turn the logits of trust [U] into the decision, and remember the weights.
+        """Turn the logits of trust [U] into the decision.
 
         Weights are the sigmoids, without those under `SHARE_CUT` of the largest, divided by their sum. If nobody
         is trusted, those present keep the weights that they had; if these are next to nothing, those who were
         never judged share equally; if there are none either, the round is void, unless nobody else was ever known.
         """
-        size = len(view.usable)
-        weights, factors = np.zeros(size), np.ones(size)
         if not standing.rows.size:
-            return Decision(weights, factors)
+            return Decision(np.zeros(len(view.usable)), np.ones(len(view.usable)))
         shares = 1.0 / (1.0 + np.exp(-logits)) if standing.judged else np.ones(standing.rows.size)
         largest = float(shares.max())
         kept = shares * (shares >= SHARE_CUT * largest) if largest >= HOPELESS_SHARE else self._kept(standing.rows)
         total = float(kept.sum())
         if total > 0.0:
             kept /= total
-        weights[standing.positions] = kept
-        bound = self._norm_bound(standing, shares * (shares >= 0.5 * largest))
+        decision = self.settle(standing, view, kept, shares * (shares >= 0.5 * largest))
+        if standing.judged:
+            return decision
+        return replace(decision, fallback="no validator has sent a gradient yet: the clipped mean was applied")
+
+    def settle(self, standing: Standing, view: RoundView, kept: Vector, bound_by: Vector) -> Decision:
+        """Bound the norms for weights that are decided, remember these, and hear the alarm.
+
+        Args:
+            standing: of the round, U gradients.
+            view: of the round.
+            kept: [U], the weights, with sum 1, or all 0.
+            bound_by: [U], what each counts in the median that bounds the norms, at least 0.
+        """
+        size = len(view.usable)
+        weights, factors, yardstick = np.zeros(size), np.ones(size), np.zeros(size)
+        weights[standing.positions], yardstick[standing.positions] = kept, bound_by
+        bound = self._norm_bound(standing, bound_by)
         factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered = self.ledger["weight"]
         remembered[standing.rows] += rate * (kept - remembered[standing.rows])
-        if self._validated and total > 0.0:
-            on = kept > 0.0  # what the others claim, NaN perhaps, must not matter
+        on = kept > 0.0
+        if self._validated and on.any():  # what the others claim, NaN perhaps, must not matter
             loss = float(kept[on] @ np.array(view.losses)[standing.positions[on]])
             log_length = float(kept @ np.log(np.maximum(standing.norms, TINY)))
             self._alarm.observe(loss, log_length, standing.agreement is not None)
-        fallback = "" if standing.judged else "no validator has sent a gradient yet: the clipped mean was applied"
-        return Decision(weights, factors, fallback=fallback)
+        return Decision(weights, factors, yardstick=yardstick)
 
     def _kept(self, rows: Rows) -> Vector:
         carried: Vector = self.ledger["weight"][rows]

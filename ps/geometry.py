@@ -48,15 +48,6 @@ class Geometry:
         """Which gradients may be used, [W]."""
         return np.isfinite(self.norms)
 
-    def cosines(self) -> Matrix:
-        """Return the cosines between gradients, [W, W]: 0 where one has no length or is not usable.
-
-        Raises:
-            LocalProtocolError: only projections were taken.
-        """
-        inverse = _inverse(self.norms)
-        return np.clip(self._gram() * inverse * inverse[:, None], -1.0, 1.0)
-
     def distances_squared(self) -> Matrix:
         """Return squared Euclidean distances between gradients, [W, W], at least 0, with 0 on the diagonal.
 
@@ -76,20 +67,9 @@ class Geometry:
 
     def cosine_to_reference(self) -> Vector:
         """Return the cosine of each gradient to the reference, [W]; 0 where a length is 0 or there is none."""
-        return self._cosine_to(self.with_reference, self.reference_norm)
-
-    def cosine_to_momentum(self) -> Vector:
-        """Return the cosine of each gradient to the first moment, [W]; 0 where a length is 0 or there is none."""
-        return self._cosine_to(self.with_momentum, self.momentum_norm)
-
-    def cosine_to_total(self) -> Vector:
-        """Return the cosine of each gradient to the total, [W]; 0 where a length is 0 or there is none."""
-        return self._cosine_to(self.with_total, self.total_norm)
-
-    def _cosine_to(self, products: Vector | None, norm: float | None) -> Vector:
-        if products is None or norm is None or norm == 0.0:
+        if self.with_reference is None or not self.reference_norm:
             return np.zeros(self.norms.size)
-        return np.clip(products * _inverse(self.norms) / norm, -1.0, 1.0)
+        return np.clip(self.with_reference * _inverse(self.norms) / self.reference_norm, -1.0, 1.0)
 
     def _gram(self) -> Matrix:
         if self.gram is None:

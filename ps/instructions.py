@@ -12,7 +12,7 @@ class Contribution:
     """One rank's push in a round; `refused` says why it counts with weight 0, or is empty.
 
     `labels` is the digest of its labels in ensemble mode. `staleness` is how many pushes were applied since the
-    values at which it was computed; 0 in sync.
+    values at which it was computed; 0 in sync. `state_norm` is that of the changes of its floating state.
     """
 
     rank: int
@@ -25,6 +25,7 @@ class Contribution:
     refused: str = ""
     labels: bytes | None = None
     staleness: int = 0
+    state_norm: float = 0.0
 
 
 @dataclass(frozen=True)

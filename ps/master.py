@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.aggregation import Decision, Need, RoundView
 from ps.claims import claimed_accuracies
 from ps.evidence import TRUST_GAIN, Evidence, Standing
 from ps.ledger import Matrix, Rows, Vector
 from ps.network import Activation, Adam, TwoLayerNetwork
+from ps.rule import Decision, Need, RoundView
 
 FEATURES = (
     "the length of its gradient",
@@ -112,21 +112,25 @@ class Master:
         # A lone gradient has nothing to be compared with.
         features = self._features(standing, view) if standing.rows.size > 1 else None
         evidence.absorb(standing, view)
-        if features is None:
-            return evidence.weigh(standing, view, TRUST_GAIN * (evidence.ledger["trust"][standing.rows] - 0.5))
         trust = evidence.ledger["trust"][standing.rows]
-        reputation = evidence.ledger["reputation"][standing.rows]
         anchors = TRUST_GAIN * (trust - 0.5)
-        logits = anchors + self.network.forward(features)[1][:, 0] + reputation
-        decision = evidence.weigh(standing, view, logits)
+        if features is None:
+            return evidence.weigh(standing, view, anchors)
+        decision = self._judge(standing, view, features, anchors)
         serials = evidence.ledger.serials[standing.rows]
         if not evidence.validated:
             self._memory.add(standing.rows, serials, features, anchors, 2.0 * trust - 1.0)
         elif standing.agreement is not None and evidence.loudest > 0.0:
             self._memory.add(standing.rows, serials, features, anchors, standing.agreement / evidence.loudest)
         self._to_learn = standing
-        self._explained = (view, standing, features)
         return decision
+
+    def _judge(self, standing: Standing, view: RoundView, features: Matrix, anchors: Vector) -> Decision:
+        """Decide on two gradients or more, by features [U, 8] and the logits of the trust by evidence [U]."""
+        self._explained = (view, standing, features)
+        correction = self.network.forward(features)[1][:, 0]
+        reputation = self.evidence.ledger["reputation"][standing.rows]
+        return self.evidence.weigh(standing, view, anchors + correction + reputation)
 
     def _features(self, standing: Standing, view: RoundView) -> Matrix:
         """Return the features [U, 8] of the usable gradients, and follow each worker's habit."""

@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from protocol.errors import ConfigurationError
+from ps.combinations import SMALLEST_NORMAL
 
 
 class Optimizer(Protocol):
@@ -48,9 +47,10 @@ class Adam:
     def __post_init__(self) -> None:
         _check_range("beta1", self.beta1, 0.0, 1.0)
         _check_range("beta2", self.beta2, 0.0, 1.0)
-        smallest = float(np.finfo(np.float32).tiny)
-        if not smallest <= self.epsilon < math.inf:  # zero would make 0 / 0 of a gradient that is zero
-            raise ConfigurationError(f"epsilon must be finite and at least {smallest:.2g}, not {self.epsilon}")
+        if not SMALLEST_NORMAL <= self.epsilon < math.inf:  # zero would make 0 / 0 of a gradient that is zero
+            raise ConfigurationError(
+                f"epsilon must be finite and at least {SMALLEST_NORMAL:.2g}, not {self.epsilon}"
+            )
 
     @property
     def kernel(self) -> str:

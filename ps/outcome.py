@@ -7,16 +7,22 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from protocol.errors import CheckpointError, ConfigurationError
+from protocol.tensors import FLOATING
 from ps.directories import make_own_directory
+from ps.receiver import COMPUTED
+from ps.tensor_files import TAGS
 
 logger = logging.getLogger("weighmaster.ps")
+
+INITIAL_DTYPES = frozenset(tag for name, tag in TAGS.items() if name in COMPUTED or name not in FLOATING)
+"""What safetensors calls the dtypes that a variable can have."""
 
 
 def make_run_directory(path: Path) -> None:
@@ -35,11 +41,19 @@ def check_writable(option: str, path: Path) -> None:
     """Check at the start that a file can be written at the end.
 
     Raises:
-        ConfigurationError: its directory is missing or not writable, or a directory stands in its place.
+        ConfigurationError: its directory is missing or not writable, a directory stands in its place, or no file
+            can have this name.
     """
-    if path.is_dir():
+    try:
+        for each in (path, _beside(path)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # which is said below, in other words
+                each.lstat()
+        is_directory, has_directory = path.is_dir(), path.parent.is_dir()
+    except OSError as error:
+        raise ConfigurationError(f"{option} {path} cannot be written: {error.strerror}") from error
+    if is_directory:
         raise ConfigurationError(f"{option} {path} is a directory; name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+    if not has_directory or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigurationError(f"{option} {path}: the directory {path.parent} is missing or cannot be written")
 
 
@@ -50,7 +64,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def write_all(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file of parts, one after the other, so that it is there whole or not at all; see `write_whole`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = _beside(path)
     beside.unlink(missing_ok=True)  # left by one of the same number that was killed, as in a container's restart
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -63,6 +77,11 @@ def write_all(path: Path, parts: Iterable[bytes]) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _beside(path: Path) -> Path:
+    """Return where a file is written before it is renamed; the name is longer than its own."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def write_port_file(path: Path, port: int) -> None:
@@ -104,12 +123,16 @@ def _write_result(path: Path, content: Callable[[], bytes]) -> None:
 
 
 class RoundLog:
-    """A line of JSON for each closed round, appended to a file; if it cannot be written, that is said once."""
+    """A line of JSON for each closed round, in a file; if it cannot be written, that is said once.
+
+    What another run has left there is replaced with the first line, unless `go_back` says that this one goes on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
         self._broken = False
+        self._mode: Literal["w", "a"] = "w"  # not before a round: a server that cannot start must cost nobody a log
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line; it is in the file after the next `flush`."""
@@ -117,7 +140,8 @@ class RoundLog:
             return
         try:
             if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = self._path.open(self._mode, encoding="utf-8")
+                self._mode = "a"
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
             self._give_up(error)
@@ -129,6 +153,7 @@ class RoundLog:
         replaced as a whole.
         """
         self.close()
+        self._mode = "a"
         try:
             if self._path.exists():
                 starts = _lines_before(self._path, step)
@@ -195,9 +220,19 @@ def load_initial_values(path: Path) -> dict[str, NDArray[Any]]:
     """Read initial values by name.
 
     Raises:
-        ConfigurationError: the file is missing or damaged.
+        ConfigurationError: the file is missing or damaged, or has a tensor of a dtype that no variable can have.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ConfigurationError(f"--init {path} is no plain file: name a file of safetensors")
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in INITIAL_DTYPES:
+                    raise ConfigurationError(
+                        f"--init {path}: tensor {name!r} is {dtype}, and the server computes in float32 and "
+                        "float64 only: convert it"
+                    )
         return load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigurationError(f"--init {path} cannot be read as safetensors: {error}") from error

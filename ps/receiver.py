@@ -25,11 +25,13 @@ class PushCheck:
         finite: whether all floating values, of trainable and state variables, are neither NaN nor infinite.
         bad_variable: the first variable (in layout order) with one that is not.
         gradient_norm: Euclidean norm over the trainable variables; infinite when not finite.
+        state_norm: the same over the floating state variables.
     """
 
     finite: bool
     bad_variable: str | None
     gradient_norm: float
+    state_norm: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +108,8 @@ class Receiver:
         if self._done != len(self._blocks):
             raise LocalProtocolError(f"{len(self._blocks) - self._done} blocks of a push have not arrived")
         if math.isfinite(sum(self._squares.values())):
-            return PushCheck(True, None, math.sqrt(self._squares[Kind.TRAINABLE]))
-        return PushCheck(False, first_not_finite(self._row, self._layout), math.inf)
+            return PushCheck(True, None, *(math.sqrt(self._squares[kind]) for kind in (Kind.TRAINABLE, Kind.STATE)))
+        return PushCheck(False, first_not_finite(self._row, self._layout), math.inf, math.inf)
 
 
 def first_not_finite(buffer: NDArray[np.uint8], layout: Layout) -> str | None:

@@ -3,28 +3,20 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from ps.aggregation import RoundView
 from ps.closing import Closed, line_of
 from ps.coordinator import Coordinator
 from ps.instructions import CloseRound, SkipRound
 from ps.metrics import Metrics
 from ps.outcome import RoundLog
+from ps.rule import Explains
 from ps.trust import TrustLog
 
 logger = logging.getLogger("weighmaster.ps")
 
 SUMMARY_POINTS = 50
 """Points of each worker's history of weights in the summary; `rounds.jsonl` has every round."""
-
-
-@runtime_checkable
-class Explains(Protocol):
-    """A rule that can say why a worker counts what it counts."""
-
-    def reasons(self, view: RoundView, name: str) -> str:
-        """Return a few words on a worker of this round."""
 
 
 class Record:

@@ -86,7 +86,13 @@ def update_calls(
 
 
 def delta_calls(places: Sequence[Place], deltas: Weighted, buffers: tuple[int, int]) -> Calls:
-    """Return the calls that add deltas to floating state, and copy other state from the first slot."""
+    """Return the calls that add deltas to floating state, and copy other state from the first slot.
+
+    Args:
+        places: what is updated.
+        deltas: the summands, in rank order.
+        buffers: which of the version buffers is read, and which is written.
+    """
     old, new = buffers
     calls: Calls = []
     for place in places:
@@ -152,6 +158,17 @@ def projection_calls(
         arguments = (place.rows, place.column, rows, place.moments[: int(with_momentum)], coefficients)
         for start, stop in place.pieces:
             calls.append(partial(reductions.project, *arguments, start, stop, out[len(calls)]))
+    return calls
+
+
+def scale_calls(places: Sequence[Place], scaled: Weighted) -> Calls:
+    """Return the calls that multiply what lies in each slot by its factor, in place."""
+    calls: Calls = []
+    for place in places:
+        for slot, factor in zip(*scaled, strict=True):
+            row = place.rows[slot, place.column : place.column + place.values[0].size]
+            parts = [row[start:stop] for start, stop in place.pieces]
+            calls += [partial(np.multiply, part, place.rows.dtype.type(factor), out=part) for part in parts]
     return calls
 
 

@@ -331,7 +331,13 @@ class ParameterServer:
             problem = "" if member is None else self._mode.problem_of(member.rank, push.labels)
             self._carry_out(
                 self._coordinator.push_arrived(
-                    session.number, push, check.gradient_norm, check.bad_variable, time.monotonic(), problem
+                    session.number,
+                    push,
+                    check.gradient_norm,
+                    check.bad_variable,
+                    time.monotonic(),
+                    problem,
+                    check.state_norm,
                 )
             )
 

@@ -28,6 +28,7 @@ from ps.runs import (
     gram_calls,
     piece_count,
     projection_calls,
+    scale_calls,
     square_calls,
     trim_calls,
     update_calls,
@@ -131,7 +132,7 @@ class Store:
         optimizer = config.optimizer
         kernels.warm_up(optimizer.kernel, sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
         if config.reductions:
-            reductions.warm_up(sorted({run.dtype for run in layout.runs_of(Kind.TRAINABLE)}))
+            reductions.warm_up(sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
         self._blocks = plan_blocks(layout)
         rows = config.slots + config.references
         # Uninitialised on purpose: a row that is never received into costs no memory.
@@ -353,58 +354,73 @@ class Store:
         weights: Sequence[float],
         clip_factors: Sequence[float] | None,
         learning_rate: float,
+        state_factors: Sequence[float] | None = None,
     ) -> Version:
         """Close a round: make the next version out of the current one and the gradients in `slots`.
 
         Trainable variables get the optimizer's update for the sum of weight x clip factor x gradient, scaled
-        down to `clip_norm`; floating state gets the sum of weight x delta added; other state is copied from the
-        first slot. Sums are taken in the given order and in the dtype of the variable.
+        down to `clip_norm`; floating state gets the sum of weight x state factor x delta added; other state is
+        copied from the first slot. Sums are taken in the given order and in the dtype of the variable.
 
         Args:
             slots: rows whose gradients count, in rank order; refused ones are left out.
             weights: one per slot, at least 0. A gradient of weight 0 is not read.
             clip_factors: one per slot, or None.
             learning_rate: of this round.
+            state_factors: one per slot, at least 0, or None.
 
         Raises:
             NoProgress: no buffer became free in `release_timeout_s`.
             LocalProtocolError: no slots, or lengths that differ.
         """
-        factors = clip_factors if clip_factors is not None else [1.0] * len(slots)
-        if not len(slots) == len(weights) == len(factors) > 0:
+        given = [factors for factors in (clip_factors, state_factors) if factors is not None]
+        if not slots or any(len(numbers) != len(slots) for numbers in (weights, *given)):
             raise LocalProtocolError("a round needs at least one slot, and one weight and clip factor for each")
-        clipped = [float(weight) * float(factor) for weight, factor in zip(weights, factors, strict=True)]
+        gradients, deltas = (slots, _scaled(weights, clip_factors)), (slots, _scaled(weights, state_factors))
         with self._writing:
             old, version = self._versions.current()
             target = self._versions.reserve()
-            return self._close((slots, clipped), (slots, weights), learning_rate, (old, target), version.step + 1)
+            return self._close(gradients, deltas, learning_rate, (old, target), version.step + 1)
 
-    def apply_trimmed(self, slots: Sequence[int], trim: int, learning_rate: float) -> Version:
+    def apply_trimmed(
+        self,
+        slots: Sequence[int],
+        trim: int,
+        learning_rate: float,
+        state_factors: Sequence[float] | None = None,
+    ) -> Version:
         """Close a round with the trimmed mean of each coordinate in place of a weighted sum.
 
-        Of each coordinate of a trainable variable the `trim` smallest and the `trim` largest values are dropped
-        and the others averaged; the result is scaled down to `clip_norm` and updates the variable. Floating state
-        gets the mean of all deltas, other state is copied from the first slot. The gradient in the first slot is
-        overwritten, so no memory is needed. The order of the slots does not matter.
+        Of each coordinate of a floating variable the `trim` smallest and the `trim` largest values are dropped
+        and the others averaged. For a trainable variable the result is scaled down to `clip_norm` and updates it;
+        for a state variable it is that of state factor x delta, and is added. Other state is copied from the first
+        slot. What lies in the slots is overwritten, so no memory is needed. The order of the slots does not matter.
 
         Args:
             slots: rows whose gradients count, in rank order; refused ones are left out.
             trim: at least 0; 2 trim is less than the number of slots.
             learning_rate: of this round.
+            state_factors: one per slot, at least 0, or None.
 
         Raises:
             NoProgress: no buffer became free in `release_timeout_s`.
-            LocalProtocolError: the trim leaves no value.
+            LocalProtocolError: the trim leaves no value, or the lengths differ.
         """
         if not 0 <= 2 * trim < len(slots):
             raise LocalProtocolError(f"{trim} values cannot be trimmed at each end of {len(slots)}")
+        if state_factors is not None and len(state_factors) != len(slots):
+            raise LocalProtocolError("a trimmed round needs one state factor for each slot")
         rows = self._rows(slots)
+        factors = zip(slots, state_factors or (), strict=False)
+        clipped = {slot: factor for slot, factor in factors if factor != 1.0}
+        floating = [place for place in self._state if place.run.dtype in COMPUTED]
         with self._writing:
             old, version = self._versions.current()
             target = self._versions.reserve()
-            self._team.run(trim_calls(self._trainable, rows, trim), self._elements)
-            everyone = (slots, [1 / rows.size] * rows.size)
-            return self._close((slots[:1], [1.0]), everyone, learning_rate, (old, target), version.step + 1)
+            self._team.run(scale_calls(floating, (list(clipped), list(clipped.values()))), self._elements)
+            self._team.run(trim_calls((*self._trainable, *floating), rows, trim), self._elements)
+            combined = (slots[:1], [1.0])
+            return self._close(combined, combined, learning_rate, (old, target), version.step + 1)
 
     def _close(
         self, gradients: Weighted, deltas: Weighted, learning_rate: float, buffers: tuple[int, int], step: int
@@ -450,7 +466,10 @@ class Store:
         return views
 
     def optimizer_arrays(self) -> dict[str, dict[str, NDArray[Any]]]:
-        """Return moments, and `average` if there is one, by name and variable: read-only views, as `export`'s."""
+        """Return moments, and `average` if there is one, by name and variable: read-only views, as `export`'s.
+
+        Nothing but tests looks at them so: a checkpoint is of copies.
+        """
         arrays = {
             moment: self._named(lambda trainable, index=index: trainable.moments[index])  # type: ignore[misc]
             for index, moment in enumerate(self.config.optimizer.moments)
@@ -535,6 +554,11 @@ class Store:
     def close(self) -> None:
         """End the threads that share updates; the values stay readable."""
         self._team.close()
+
+
+def _scaled(weights: Sequence[float], factors: Sequence[float] | None) -> list[float]:
+    factors = [1.0] * len(weights) if factors is None else factors
+    return [float(weight) * float(factor) for weight, factor in zip(weights, factors, strict=True)]
 
 
 def _zeros(size_bytes: int) -> NDArray[np.uint8]:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from protocol.user_function import UserFunction
-from ps.aggregation import Decision, RoundView
-from ps.evidence import SHARE_CUT, TINY, TRUST_GAIN, WEIGHT_RATE, Evidence, Standing
+from ps.evidence import SHARE_CUT, TRUST_GAIN, Standing
 from ps.ledger import Matrix, Rows, Vector
-from ps.master import BETA1, BETA2, EPSILON, FEATURES, FIELDS, LEARNING_RATE, Master
+from ps.master import BETA1, BETA2, EPSILON, FEATURES, LEARNING_RATE, Master
+from ps.rule import Decision, RoundView
 from ps.user_network import Sample, UnusableWeights, UserNetwork, UserNetworkConfig
 
 SHARED_FEATURES = (*FEATURES, "the evidence: how far it is trusted, 0 to 1")
@@ -56,7 +56,6 @@ class UserMaster(Master):
 
     def __init__(self, function: UserFunction, num_workers: int, *, validated: bool, seed: int) -> None:
         super().__init__(validated, seed)
-        self.evidence: _EvidenceForWeights = _EvidenceForWeights(validated, FIELDS)
         config = UserNetworkConfig(
             len(SHARED_FEATURES),
             num_workers,
@@ -72,33 +71,20 @@ class UserMaster(Master):
         self._rank_of: dict[int, int] = {}  # by serial, of the last round
         self._weights: tuple[RoundView, Vector] | None = None
 
-    def decide(self, view: RoundView) -> Decision:
-        """Judge a round."""
-        self.learn()
+    def _judge(self, standing: Standing, view: RoundView, features: Matrix, anchors: Vector) -> Decision:
+        """Decide by the function, or by the evidence where it cannot."""
         evidence = self.evidence
-        standing = evidence.measure(view)
-        # A lone gradient has nothing to be compared with.
-        features = self._features(standing, view) if standing.rows.size > 1 else None
-        evidence.absorb(standing, view)
-        trust = evidence.ledger["trust"][standing.rows]
-        anchors = TRUST_GAIN * (trust - 0.5)
-        if features is None or not standing.judged:
+        if not standing.judged:
             return evidence.weigh(standing, view, anchors)
         ranks = np.array(view.ranks, np.intp)[standing.positions]
+        serials = evidence.ledger.serials[standing.rows]
+        self._rank_of = dict(zip(serials.tolist(), ranks.tolist(), strict=True))
         try:
-            weights = self._weigh(features, trust, ranks)
+            weights = self._weigh(features, evidence.ledger["trust"][standing.rows], ranks)
         except UnusableWeights as error:
             judged = evidence.weigh(standing, view, anchors)
-            decision = replace(judged, fallback=f"{self._who} {error}: the evidence rule judged the round")
-        else:
-            decision = evidence.settle(standing, view, weights)
-        serials = evidence.ledger.serials[standing.rows]
-        if not evidence.validated:
-            self._memory.add(standing.rows, serials, features, anchors, 2.0 * trust - 1.0)
-        elif standing.agreement is not None and evidence.loudest > 0.0:
-            self._memory.add(standing.rows, serials, features, anchors, standing.agreement / evidence.loudest)
-        self._rank_of = dict(zip(serials.tolist(), ranks.tolist(), strict=True))
-        self._to_learn = standing
+            return replace(judged, fallback=f"{self._who} {error}: the evidence rule judged the round")
+        decision = evidence.settle(standing, view, weights, weights * (weights >= 0.5 * weights.max()))
         self._weights = (view, decision.weights)
         return decision
 
@@ -181,23 +167,8 @@ class UserMaster(Master):
         self._to_learn = self._weights = None
 
     def close(self) -> None:
-        """End TensorFlow's session."""
+        """End TensorFlow's session; a server leaves that to the end of its process, tests make many in one."""
         self.graph.close()
-
-
-class _EvidenceForWeights(Evidence):
-    """The evidence rule, for weights that are decided elsewhere."""
-
-    def settle(self, standing: Standing, view: RoundView, weights: Vector) -> Decision:
-        """Bound the norms for the weights [U] of a judged round, with sum 1, and remember them."""
-        everybody, factors = np.zeros(len(view.usable)), np.ones(len(view.usable))
-        everybody[standing.positions] = weights
-        bound = self._norm_bound(standing, weights * (weights >= 0.5 * weights.max()))
-        factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
-        remembered = self.ledger["weight"]
-        rate = WEIGHT_RATE if self._rounds > 1 else 1.0
-        remembered[standing.rows] += rate * (weights - remembered[standing.rows])
-        return Decision(everybody, factors)
 
 
 def target_weights(loudness: Vector, anchors: Vector) -> Vector:

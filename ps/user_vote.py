@@ -107,7 +107,7 @@ class UserVote:
         self.graph.restore(state)
 
     def close(self) -> None:
-        """End TensorFlow's session."""
+        """End TensorFlow's session; a server leaves that to the end of its process, tests make many in one."""
         self.graph.close()
 
 

@@ -25,6 +25,8 @@ def main() -> int:
     parser.add_argument("--name", default="")
     parser.add_argument("--role", default="worker")
     parser.add_argument("--gradient", type=float, help="what to push instead of rank + 1")
+    parser.add_argument("--state", default="", help="the variable that is state")
+    parser.add_argument("--change", type=float, default=0.0, help="what to push for it")
     parser.add_argument("--token")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--variables", type=json.loads, default={"w": [3]}, help="JSON object, name -> shape")
@@ -52,6 +54,7 @@ def train(options: argparse.Namespace) -> None:
         name=options.name,
         role=options.role,
         token=options.token,
+        state=[options.state] if options.state else [],
         seed=options.seed,
         connect_timeout=options.connect_timeout,
         reconnect_timeout=options.reconnect_timeout,
@@ -64,6 +67,8 @@ def train(options: argparse.Namespace) -> None:
         while not update.done:
             constant = server.rank + 1 if options.gradient is None else options.gradient
             gradients = {name: np.full_like(value, constant) for name, value in update.values.items()}
+            if options.state:
+                gradients[options.state].fill(options.change)
             update = server.push(gradients, loss=options.loss, examples=options.examples)
             pushed += 1
             if pushed == options.die_after:

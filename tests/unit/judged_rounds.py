@@ -1,9 +1,11 @@
 """Rounds for rules to judge, built from gradients that a test chooses."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from ps.aggregation import RoundView
 from ps.geometry import Geometry
+from ps.rule import RoundView
 
 
 def round_view(
@@ -78,3 +80,15 @@ def noisy_rounds(count, factors, *, noise=1.0, size=50, seed=3, every=1, names=N
             losses=losses,
             accuracies=accuracies,
         )
+
+
+def alarms_of(rule, loss=1.0):
+    """Return after which of 50 rounds a rule wants a validation: one worker of 4 pushes 3 times as much from 20 on.
+
+    Only the first round is validated.
+    """
+    raised = []
+    for view in noisy_rounds(50, lambda step: [1.0] * 3 + [1.0 if step < 20 else 3.0], noise=0.3, every=1000):
+        rule.decide(replace(view, losses=(loss,) * 4))
+        raised.append(rule.wants_validation)
+    return raised

@@ -20,8 +20,6 @@ from ps.aggregation import (
     MeanOver,
     Median,
     MultiKrum,
-    Need,
-    RoundView,
     TrimmedMean,
     clip_factors,
 )
@@ -31,6 +29,7 @@ from ps.geometry import Geometry
 from ps.instructions import CloseRound, Contribution
 from ps.master import Master
 from ps.optimizers import SGD
+from ps.rule import Need, RoundView
 from ps.schedules import Constant
 from ps.store import Store, StoreConfig
 

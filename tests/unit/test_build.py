@@ -2,13 +2,20 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 from protocol.errors import ConfigurationError
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.build import make_optimizer, make_store, size_text
+from ps import build
+from ps.aggregation import ClippedMean, CosineTrust, Krum, Mean, Median, MultiKrum, TrimmedMean
+from ps.build import make_optimizer, make_rule, make_schedule, make_store, size_text
+from ps.combinations import CHOICES
 from ps.config import DEFAULT_WEIGHT_DECAY, ServerConfig
-from ps.optimizers import Adam, AdamW
+from ps.evidence import Evidence
+from ps.master import Master
+from ps.optimizers import SGD, Adam, AdamW
+from ps.schedules import Constant, Cosine, ExponentialDecay
 
 
 def layout(*sizes: int) -> Layout:
@@ -25,6 +32,47 @@ def test_adamw_decays_unless_it_is_told_not_to(asked: dict[str, float], decay: f
     assert isinstance(optimizer, AdamW)
     assert optimizer.weight_decay == decay
     assert type(make_optimizer(ServerConfig(workers=1, steps=1))) is Adam
+
+
+def test_whatever_can_be_asked_for_is_made_and_nothing_else() -> None:
+    """What is forgotten in a table must not silently become something else."""
+    assert set(build.OPTIMIZERS) == set(CHOICES["optimizer"])
+    assert set(build.RULES) == set(CHOICES["aggregation"])
+    assert set(build.SCHEDULES) == set(CHOICES["schedule"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[("mean", Mean), ("clipped_mean", ClippedMean), ("median", Median), ("trimmed_mean", TrimmedMean)],
+        *[("krum", Krum), ("multi_krum", MultiKrum), ("cosine_trust", CosineTrust)],
+        *[("evidence", Evidence), ("master", Master)],
+    ],
+)
+def test_each_rule_is_the_one_of_its_name(name: str, kind: type) -> None:
+    assert type(make_rule(ServerConfig(workers=5, steps=1, aggregation=name))) is kind
+
+
+def test_each_optimizer_and_schedule_is_the_one_of_its_name() -> None:
+    for optimizer, kind in {"adam": Adam, "adamw": AdamW, "sgd": SGD}.items():
+        assert type(make_optimizer(ServerConfig(workers=1, steps=1, optimizer=optimizer))) is kind
+    decay = {"decay_steps": 10, "decay_rate": 0.5}
+    for name, made, numbers in (
+        ("constant", Constant, {}),
+        ("exponential", ExponentialDecay, decay),
+        ("cosine", Cosine, {"decay_steps": 10}),
+    ):
+        config = ServerConfig(workers=1, steps=1, schedule=name, **numbers)
+        assert type(make_schedule(config)) is made
+
+
+def test_an_epsilon_that_float32_may_take_for_zero_is_refused_with_the_options() -> None:
+    """Not when the first worker has said what the model is."""
+    smallest = float(np.finfo(np.float32).tiny)
+    assert make_optimizer(ServerConfig(workers=1, steps=1, epsilon=smallest)) == Adam(epsilon=smallest)
+    for epsilon in (float(np.nextafter(smallest, 0.0)), 1e-40):
+        with pytest.raises(ConfigurationError, match=f"--epsilon must be at least 1.175.*e-38, not {epsilon}"):
+            ServerConfig(workers=1, steps=1, epsilon=epsilon)
 
 
 @pytest.mark.parametrize(

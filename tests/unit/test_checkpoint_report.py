@@ -1,11 +1,14 @@
 """What the sub-commands tell of checkpoints."""
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from protocol.errors import CheckpointError, ConfigurationError
+from ps.__main__ import main
 from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpoint_report import describe, export
 from tests.unit.checkpoints import EPOCH, snapshot
@@ -24,7 +27,9 @@ def damage(path):
 
 
 def test_a_checkpoint_is_told_in_full(directory):
-    text = describe(directory.write(snapshot(10)))
+    report = describe(directory.write(snapshot(10)))
+    text = report.text
+    assert report.damage == ""
     for part in (
         "step 10",
         f"{EPOCH:016x}",
@@ -42,7 +47,9 @@ def test_a_checkpoint_is_told_in_full(directory):
 def test_a_damaged_one_is_told_too(directory):
     path = directory.write(snapshot(10))
     damage(path)
-    text = describe(path)
+    report = describe(path)
+    text = report.text
+    assert report.damage.startswith(f"checkpoint {path} cannot be used: values.safetensors is damaged")
     assert "step 10" in text
     assert "DAMAGED" in text and "values.safetensors is damaged: it is 100 bytes long" in text
     assert "verifies" not in text
@@ -51,15 +58,46 @@ def test_a_damaged_one_is_told_too(directory):
 def test_of_a_directory_each_has_a_line_and_the_newest_good_one_all_of_them(directory):
     paths = [directory.write(snapshot(step)) for step in (10, 20, 30)]
     damage(paths[2])
-    lines = describe(directory.path).splitlines()
+    lines = describe(directory.path).text.splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [path.name for path in reversed(paths)]
     assert "DAMAGED" in lines[0] and "verifies" in lines[1] and "verifies" in lines[2]
     assert lines[4] == f"checkpoint {paths[1]}"
     assert sum(line.startswith("checkpoint ") for line in lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("damaged", "code"), [((), 0), ((10,), 0), ((10, 20), 0), ((30,), 6), ((20, 30), 6), ((10, 20, 30), 6)]
+)
+@pytest.mark.parametrize("file", ["values.safetensors", "manifest.json"])
+def test_the_command_ends_with_an_error_when_the_newest_is_damaged(directory, capsys, damaged, code, file):
+    paths = {step: directory.write(snapshot(step)) for step in (10, 20, 30)}
+    for step in damaged:
+        (paths[step] / file).write_bytes(b"{")
+    assert main(["inspect", str(directory.path)]) == code
+    told = capsys.readouterr()
+    assert told.out.count("DAMAGED") == len(damaged)
+    assert (
+        told.err == "" if code == 0 else told.err.startswith(f"weighmaster-ps: the newest checkpoint {paths[30]}")
+    )
+    for step, path in paths.items():
+        assert main(["inspect", str(path)]) == (6 if step in damaged else 0)
+
+
+def test_a_directory_that_may_not_be_read_is_one_sentence(directory, monkeypatch):
+    """Tests may run as root, whom no mode keeps out."""
+    directory.write(snapshot(10))
+
+    def deny(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", deny)
+    for call in (describe, lambda path: export(path, "npz", path / "out.npz")):
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: Permission denied"):
+            call(directory.path)
+
+
 def test_one_without_settings_or_tensors_is_told(directory):
-    assert "optimizer not told" in describe(directory.write(Snapshot(1, 1, {}, {"settings": 3})))
+    assert "optimizer not told" in describe(directory.write(Snapshot(1, 1, {}, {"settings": 3}))).text
 
 
 @pytest.mark.parametrize("call", [describe, lambda path: export(path, "npz", path / "out.npz")])

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from protocol.errors import LocalProtocolError
+from ps.alarm import LASTS, ODD_ROUNDS
 from ps.claims import CLAIM_WARM_UP
 from ps.evidence import Evidence
 from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, weighted_median
+from ps.master import Master
 
-from .judged_rounds import noisy_rounds, round_view
+from .judged_rounds import alarms_of, noisy_rounds, round_view
 
 V = np.array([1.0, 0.0, 0.0, 0.0])
 ACROSS = np.array([0.0, 1.0, 0.0, 0.0])
@@ -263,6 +265,16 @@ def test_a_validation_is_wanted_when_the_trusted_gradients_grow_at_once_and_not_
     assert not any(wanted([1.0] * 5))
     turned = list(wanted(lambda step: [1.0] * 5 if step < 55 else [1.0] + [-5.0] * 4, noise=0.3))
     assert turned.index(True) == 55
+
+
+@pytest.mark.parametrize("loss", [1.0, np.nan])
+@pytest.mark.parametrize("rule", [lambda: Evidence(True), lambda: Master(True, 1)], ids=["evidence", "master"])
+def test_an_alarm_that_a_changed_worker_rang_ends_when_nothing_else_is_wrong(rule, loss):
+    judge = rule()
+    raised = alarms_of(judge, loss)
+    assert raised.index(True) == 20 + ODD_ROUNDS - 1
+    assert sum(raised) == LASTS - 1  # the round that rings is the first of them, and is over when it is looked at
+    assert not raised[-1]
 
 
 def test_the_record_of_a_worker_that_suddenly_pushes_more_counts_little():

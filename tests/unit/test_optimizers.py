@@ -109,7 +109,7 @@ def test_an_optimizer_names_the_moments_it_keeps(optimizer, moments):
         (lambda: Adam(beta2=1.0), "beta2"),
         (lambda: Adam(beta2=math.nan), "beta2"),
         (lambda: Adam(epsilon=0.0), "epsilon"),
-        (lambda: Adam(epsilon=1e-50), "epsilon"),
+        (lambda: Adam(epsilon=1e-40), "epsilon"),
         (lambda: Adam(epsilon=math.inf), "epsilon"),
         (lambda: AdamW(weight_decay=-1.0), "weight decay"),
         (lambda: AdamW(beta1=2.0), "beta1"),

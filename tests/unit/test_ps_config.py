@@ -51,16 +51,21 @@ def options() -> list[tuple[str, click.Option]]:
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for _, option in options():
-        monkeypatch.delenv(str(option.envvar), raising=False)
+        if option.envvar is not None:
+            monkeypatch.delenv(str(option.envvar), raising=False)
 
 
 @pytest.mark.parametrize(("command", "option"), options(), ids=lambda value: getattr(value, "name", value))
-def test_every_option_has_its_variable_its_help_and_its_default(command: str, option: click.Option) -> None:
-    assert option.envvar == f"WEIGHMASTER_{str(option.name).upper()}"
+def test_every_option_has_its_help_its_default_and_if_it_is_of_serving_its_variable(
+    command: str, option: click.Option
+) -> None:
+    serves = command == commands()[0].name
+    assert option.envvar == (f"WEIGHMASTER_{str(option.name).upper()}" if serves else None)
     assert option.help
     context = click.Context(next(one for one in commands() if one.name == command))
     _, text = option.get_help_record(context) or ("", "")
-    assert f"env var: {option.envvar}" in text
+    assert ("env var: " in text) is serves
+    assert not serves or f"env var: {option.envvar}" in text
     assert "default: " in text
 
 
@@ -238,6 +243,14 @@ REFUSED = [
     (["--consistency", "async", "--quorum", "2"], ["--quorum", "--consistency async"]),
     (["--consistency", "ssp", "--mean-over", "examples"], ["--mean-over", "--consistency ssp"]),
     (["--consistency", "async", "--validators", "1"], ["--validators", "--aggregation mean"]),
+    (
+        ["--aggregation", "evidence", "--validators", "0", "--validator-every", "5"],
+        ["--validators 0", "--validator-every"],
+    ),
+    (
+        ["--aggregation", "master", "--validators", "0", "--validator-seed-file", "f"],
+        ["--validators 0", "--validator-seed-file"],
+    ),
     (["--quorum", "0"], ["--quorum must be at least 1"]),
     (["--quorum", "4"], ["--quorum 4", "--workers", "3"]),
     (["--max-staleness", "4"], ["--max-staleness", "--consistency sync"]),
@@ -354,6 +367,29 @@ def test_the_memory_limit_is_the_smallest_of_the_cgroups_above(tmp_path: Path) -
     assert memory_limit_bytes(tmp_path) == 50_000_000
     (group / "memory.max").write_text("40000000\n")
     assert memory_limit_bytes(tmp_path) == 40_000_000
+
+
+def test_environment_variables_that_are_meant_for_others_change_nothing_of_sub_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    elsewhere = {"NAME": "gpu", "ROLE": "validator", "RANK": "7", "FILE": "f", "TO": "npz", "OUT": "x.npz"}
+    for name, value in elsewhere.items():
+        monkeypatch.setenv(f"WEIGHMASTER_{name}", value)
+
+    def keep(request: object) -> int:
+        asked.append(request)
+        return 0
+
+    command = build_command(ignore, keep, ignore, keep)
+    assert execute(command, ["token"]) == 0
+    assert execute(command, ["export", str(kept)]) == 0
+    assert asked == [
+        TokenRequest("*", "worker", None, None),
+        ExportRequest(kept, "safetensors", tmp_path / "kept.safetensors"),
+    ]
 
 
 def test_the_sub_command_makes_a_token_and_serving_options_do_not_go_with_it() -> None:

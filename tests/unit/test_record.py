@@ -6,11 +6,11 @@ import logging
 import numpy as np
 import pytest
 
-from ps.aggregation import Decision
 from ps.closing import Closed, line_of
 from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.outcome import RoundLog
 from ps.record import Record
+from ps.rule import Decision
 from tests.unit.judged_rounds import round_view
 from tests.unit.resumed import written_and_read
 
@@ -38,6 +38,17 @@ def log_of(path, text):
 
 def lines(*steps):
     return b"".join(b'{"step":%d,"ranks":[0]}\n' % step for step in steps)
+
+
+def test_a_run_that_begins_replaces_what_another_has_left(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    log = log_of(path, lines(*range(10)))
+    log.close()
+    assert steps_in(path) == list(range(10)), "it has not begun yet"
+    for step in range(3):
+        log.write({"step": step})
+        log.close()
+    assert steps_in(path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ps.instructions import CloseRound, Contribution
 from ps.master import Master
 from ps.optimizers import SGD, Adam, AdamW
 from ps.schedules import Cosine
-from ps.store import Store, StoreConfig
+from ps.store import PushCheck, Store, StoreConfig
 from ps.user_master import UserMaster
 from ps.user_network import load_user_master
 from tests.unit.resumed import at, copied, leaves, plain, without, written_and_read
@@ -135,7 +135,7 @@ class Server:
         self.store.initialise(arena.buffer[: LAYOUT.values_bytes])
         return self
 
-    def _push(self, row: int, step: int, factor: float) -> float:
+    def _push(self, row: int, step: int, factor: float) -> PushCheck:
         values = Arena(LAYOUT, np.frombuffer(self.store.current.buffer, np.uint8)).views()
         draw = np.random.default_rng([7, row, step])
         receiver = self.store.receiver(row)
@@ -148,15 +148,16 @@ class Server:
         receiver.buffer[:] = arena.buffer.data
         for end in receiver.block_ends:
             receiver.received(end)
-        return receiver.finish().gradient_norm
+        return receiver.finish()
 
     def _contribution(self, rank: int, step: int) -> Contribution:
         draw = np.random.default_rng([8, rank, step])
         is_bad = rank in self.case.bad and step >= self.case.rounds // 3
-        norm = self._push(rank, step, -3.0 if is_bad else 1.0)
+        check = self._push(rank, step, -3.0 if is_bad else 1.0)
         loss, accuracy = draw.random(2) + (2.0 if is_bad else 0.0)
         refused = "made up" if (rank + step) % 13 == 0 or step % 11 == 10 else ""
-        return Contribution(rank, rank, step + 1, loss, accuracy / 3, 8 + rank, norm, refused)
+        numbers = (loss, accuracy / 3, 8 + rank, check.gradient_norm)
+        return Contribution(rank, rank, step + 1, *numbers, refused, state_norm=check.state_norm)
 
     def round(self, step: int) -> tuple[Any, ...]:
         """Go through a round; return all bits that it has found and left behind."""

@@ -122,13 +122,13 @@ def test_each_kind_of_variable_is_updated_by_its_own_rule():
     pushes[2]["norm/count"][...] = 43
     for slot, arrays in enumerate(pushes):
         push(store, slot, arrays)
-    weights, factors = [0.25, 0.75], [0.5, 1.0]
-    new = by_name(MIXED, store.apply([1, 2], weights, factors, 0.5))
+    weights, factors, state_factors = [0.25, 0.75], [0.5, 1.0], [1.0, 0.125]
+    new = by_name(MIXED, store.apply([1, 2], weights, factors, 0.5, state_factors))
     for name in TRAINABLE:
         total = sum(w * f * p[name] for w, f, p in zip(weights, factors, pushes[1:], strict=True))
         np.testing.assert_allclose(new[name], values[name] - 0.5 * total, rtol=1e-6, atol=1e-6)
     for name in ("norm/mean", "norm/exact"):
-        total = sum(w * p[name] for w, p in zip(weights, pushes[1:], strict=True))
+        total = sum(w * f * p[name] for w, f, p in zip(weights, state_factors, pushes[1:], strict=True))
         np.testing.assert_allclose(new[name], values[name] + total, rtol=1e-6, atol=1e-6)
     assert new["norm/count"] == 41
     np.testing.assert_array_equal(new["norm/ready"], pushes[1]["norm/ready"])
@@ -201,7 +201,7 @@ def test_the_aggregate_is_scaled_down_to_the_norm_and_never_up(count, seed, clip
     norm = math.sqrt(sum(float((array**2).sum()) for array in mean.values()))
     for name in TRAINABLE:
         np.testing.assert_allclose(new[name], -mean[name] * min(1, clip_norm / norm), rtol=1e-4, atol=1e-5)
-    # Deltas of state are no gradients: they are not clipped.
+    # Deltas of state are no gradients: the norm of the aggregate is not theirs.
     delta = sum(w * p["norm/mean"] for w, p in zip(weights, pushes, strict=True))
     np.testing.assert_allclose(new["norm/mean"], delta, rtol=1e-4, atol=1e-5)
 
@@ -355,6 +355,7 @@ def test_there_is_a_first_moment_once_an_optimizer_that_keeps_one_has_made_an_up
         (lambda store: store.apply_trimmed([0, 1, 6], 1, 0.1), "none of number 6"),
         (lambda store: store.apply_trimmed([0, 1], 1, 0.1), "1 values cannot be trimmed at each end of 2"),
         (lambda store: store.apply_trimmed([], 0, 0.1), "cannot be trimmed"),
+        (lambda store: store.apply_trimmed([0, 1, 2], 1, 0.1, [1.0]), "one state factor for each slot"),
     ],
 )
 def test_rows_that_do_not_exist_and_parts_that_do_not_match_are_our_own_mistake(ask, says):
@@ -376,19 +377,22 @@ def test_a_moment_that_no_optimizer_keeps_cannot_be_compared_with():
 
 
 @pytest.mark.parametrize(("slots", "trim"), [([0], 0), ([0, 1, 2, 3], 0), ([3, 1, 2], 1), ([0, 1, 2, 3], 1)])
-def test_a_trimmed_mean_updates_as_that_gradient_would_and_state_gets_the_plain_mean(slots, trim):
+@pytest.mark.parametrize("state_factors", [None, [0.5, 1.0, 0.0, 0.25]])
+def test_a_trimmed_mean_updates_as_that_gradient_would_and_is_added_to_state(slots, trim, state_factors):
+    state_factors = state_factors and state_factors[: len(slots)]
     values = random_arrays(MIXED, 0)
     store = started(MIXED, values)
     pushes = {slot: random_arrays(MIXED, slot + 1) for slot in slots}
     for slot, arrays in pushes.items():
         push(store, slot, arrays)
-    new = by_name(MIXED, store.apply_trimmed(slots, trim, 0.5))
+    new = by_name(MIXED, store.apply_trimmed(slots, trim, 0.5, state_factors))
     for name in TRAINABLE:
         middle = np.sort([pushes[slot][name] for slot in slots], axis=0)[trim : len(slots) - trim]
         np.testing.assert_allclose(new[name], values[name] - 0.5 * middle.mean(axis=0), rtol=1e-5, atol=1e-6)
     for name in ("norm/mean", "norm/exact"):
-        mean = np.mean([pushes[slot][name] for slot in slots], axis=0)
-        np.testing.assert_allclose(new[name], values[name] + mean, rtol=1e-5, atol=1e-6)
+        deltas = [f * pushes[slot][name] for slot, f in zip(slots, state_factors or [1.0] * 4, strict=False)]
+        middle = np.sort(deltas, axis=0)[trim : len(slots) - trim]
+        np.testing.assert_allclose(new[name], values[name] + middle.mean(axis=0), rtol=1e-5, atol=1e-6)
     for name in ("norm/count", "norm/ready"):
         np.testing.assert_array_equal(new[name], pushes[slots[0]][name])
 
@@ -420,6 +424,8 @@ def test_a_gradient_is_measured_over_the_trainable_variables_as_it_arrives():
     squares = sum(float((arrays[name].astype(np.float64) ** 2).sum()) for name in TRAINABLE)
     assert (check.finite, check.bad_variable) == (True, None)
     assert check.gradient_norm == pytest.approx(math.sqrt(squares), rel=1e-12)
+    squares = sum(float((arrays[name].astype(np.float64) ** 2).sum()) for name in ("norm/mean", "norm/exact"))
+    assert check.state_norm == pytest.approx(math.sqrt(squares), rel=1e-12)
 
 
 def test_the_norm_of_a_large_gradient_is_that_of_all_its_blocks():
@@ -441,7 +447,8 @@ def test_what_is_not_finite_is_found_and_named(name, value):
     arrays = random_arrays(MIXED, 1)
     arrays[name].reshape(-1)[-1] = value
     check = push(store, 0, arrays)
-    assert (check.finite, check.bad_variable, check.gradient_norm) == (False, name, math.inf)
+    assert (check.finite, check.bad_variable) == (False, name)
+    assert (check.gradient_norm, check.state_norm) == (math.inf, math.inf)
 
 
 def test_the_first_of_several_bad_variables_is_named_in_layout_order():
@@ -751,12 +758,15 @@ def test_a_model_without_variables_goes_through_a_round():
 
 
 @pytest.mark.parametrize(
-    ("slots", "weights", "factors"), [([], [], None), ([0], [0.5, 0.5], None), ([0, 1], [0.5, 0.5], [1.0])]
+    ("slots", "weights", "factors"),
+    [([], [], None), ([0], [0.5, 0.5], None), ([0, 1], [0.5, 0.5], [1.0]), ([0, 1], [0.5, 0.5], [1.0, 1.0, 1.0])],
 )
 def test_a_round_whose_parts_do_not_match_is_our_own_mistake(slots, weights, factors):
     store = started(MIXED, random_arrays(MIXED, 0))
     with pytest.raises(LocalProtocolError, match="one weight and clip factor for each"):
         store.apply(slots, weights, factors, 0.1)
+    with pytest.raises(LocalProtocolError, match="one weight and clip factor for each"):
+        store.apply(slots, weights, None, 0.1, factors or [1.0, 1.0, 1.0])
     assert store.current.step == 0
 
 

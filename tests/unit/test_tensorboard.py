@@ -11,10 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from protocol.errors import ConfigurationError
 from ps import tensorboard
-from ps.aggregation import Decision, RoundView
 from ps.closing import Closed
 from ps.instructions import Contribution
 from ps.metrics import Metrics, TestResult
+from ps.rule import Decision, RoundView
 from ps.schedules import Constant, ExponentialDecay
 from ps.tensorboard import (
     ALL_KEPT,

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from protocol.errors import CheckpointError, ConfigurationError, ExitCode
-from ps.aggregation import RoundView
+from ps.alarm import LASTS
 from ps.evidence import Evidence
 from ps.geometry import from_products
+from ps.rule import RoundView
 from ps.user_master import SHARED_FEATURES, UserMaster, shared_samples, target_weights
 from ps.user_network import UserNetwork, load_user_master
+
+from .judged_rounds import alarms_of, noisy_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 4
@@ -160,6 +163,12 @@ def test_a_spec_that_names_no_function_is_refused(spec):
         load_user_master(spec)
 
 
+@pytest.mark.parametrize("file", ["x" * 300 + ".py", "~nobody-of-that-name/mine.py"])
+def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(file):
+    with pytest.raises(ConfigurationError, match=r"^--master .*:master cannot be used: "):
+        load_user_master(f"{file}:master")
+
+
 def test_a_file_that_is_missing_is_refused_before_tensorflow_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(ConfigurationError, match="because there is no file"):
@@ -266,6 +275,8 @@ def test_a_round_that_the_function_cannot_judge_is_judged_by_the_evidence(user, 
     for view in rounds(4, bad=(2,), ranks=(2, 3)):
         mine, theirs = master.decide(view), evidence.decide(view)
         assert mine.weights.tolist() == theirs.weights.tolist()
+        assert mine.yardstick.tolist() == theirs.yardstick.tolist()
+        assert "gives it a weight" not in master.reasons(view, "w3")
         assert mine.fallback == f"--master {function.spec} {why}: the evidence rule judged the round"
 
 
@@ -278,6 +289,24 @@ def test_norms_are_bounded_as_by_the_evidence_rule(user, made):
     assert decision.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert 5000.0 * decision.factors[3] <= 1.05 * 1.5 * 5.0 + 1e-9
     assert decision.factors[:3].tolist() == [1.0] * 3
+
+
+def test_an_alarm_that_a_changed_worker_rang_ends_when_nothing_else_is_wrong(user, made):
+    raised = alarms_of(made(user(EVIDENCE_AGAIN)))
+    assert raised == alarms_of(Evidence(True))
+    assert sum(raised) == LASTS - 1
+
+
+def test_a_rising_loss_raises_the_alarm_as_with_the_evidence_rule(user, made):
+    mine, theirs = made(user(EVIDENCE_AGAIN)), Evidence(True)
+    raised = []
+    for view in noisy_rounds(40, [1.0] * 4, noise=0.3, every=20):
+        judged = replace(view, losses=(1.0 if view.step < 30 else 5.0,) * 4)
+        mine.decide(judged)
+        theirs.decide(judged)
+        assert mine.wants_validation == theirs.wants_validation
+        raised.append(mine.wants_validation)
+    assert not raised[29] and raised[39]
 
 
 # ---- learning ------------------------------------------------------------------------------------------
