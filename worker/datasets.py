@@ -165,14 +165,17 @@ def _checked_features(candidate: object, key: str, name: str) -> NDArray[Any]:
     return array
 
 
+def _cure(labels: NDArray[Any]) -> str:
+    """Say how labels get one axis: of a single column the largest is always the first, whatever the label is."""
+    if labels.size == len(labels):
+        return "; .reshape(-1) makes them that"
+    return "; one-hot labels become numbers with .argmax(axis=1)" if labels.ndim == 2 and labels.size else ""
+
+
 def _checked_labels(candidate: object, key: str, name: str) -> NDArray[np.int32]:
     array = _checked_array(candidate, key, name)
     if array.ndim != 1:
-        raise _wrong(
-            name,
-            f"{key} has shape {list(array.shape)} instead of one number per example; "
-            f"one-hot labels become numbers with .argmax(axis=1)",
-        )
+        raise _wrong(name, f"{key} has shape {list(array.shape)} instead of one number per example{_cure(array)}")
     if array.dtype.kind not in "iu":
         raise _wrong(name, f"{key} has dtype {array.dtype}; convert whole numbers with .astype(numpy.int32)")
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:

@@ -708,6 +708,12 @@ BAD_ARRAYS = {
     "complex": ({"train_features": np.ones((6, 2), complex)}, "train_features has dtype complex128"),
     "fewer labels": ({"train_labels": np.arange(5)}, "train_features has 6 examples, train_labels 5"),
     "one-hot": ({"train_labels": np.eye(6, dtype=int)}, "instead of one number per example; one-hot"),
+    "one column": ({"train_labels": np.arange(6)[:, None]}, "one number per example; .reshape(-1) makes them that"),
+    "column of columns": ({"train_labels": np.zeros((6, 1, 1), int)}, "; .reshape(-1) makes them that"),
+    "two columns": (
+        {"train_labels": np.eye(6, 2, dtype=int)},
+        "one-hot labels become numbers with .argmax(axis=1)",
+    ),
     "float labels": ({"test_labels": np.ones(2)}, "test_labels has dtype float64"),
     "bool labels": ({"test_labels": np.ones(2, bool)}, "test_labels has dtype bool"),
     "negative": ({"train_labels": np.array([0, 1, 2, 3, -4, 5])}, "train_labels contains -4"),
@@ -729,6 +735,13 @@ def test_arrays_that_are_no_data_set_are_refused(case):
         checked(small(**changes), "mine")
     assert str(caught.value).startswith("data set mine cannot be used: ")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 2), (6, 0)])
+def test_labels_that_no_advice_mends_get_none(shape):
+    """An advice that would give the data other labels, or fail, is worse than none."""
+    with pytest.raises(ConfigurationError, match=r"instead of one number per example$"):
+        checked(small(train_labels=np.zeros(shape, int)), "mine")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
