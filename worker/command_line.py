@@ -178,6 +178,10 @@ _OPTION_GROUPS = (
             metavar="N",
         ),
         _option(
+            "own_data",
+            "This worker's data set is its own: it trains on all of it, and not on its share of one that all have",
+        ),
+        _option(
             "evaluate_every",
             "evaluator: steps between two evaluations; member of an ensemble: between two votes",
             metavar="STEPS",

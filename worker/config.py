@@ -68,6 +68,7 @@ class WorkerConfig:
         batch_size: examples of one gradient; None: `DEFAULT_BATCH_SIZE`, and of a validator all that it trusts.
         trusted_examples: examples held out of every shard, drawn by the seed; of a validator those that it trusts,
             and 0 for a data set of its own, which it trusts as a whole.
+        own_data: a worker's data set is its own; it trains on all of it.
         threads: of TensorFlow within one operation.
         legacy_keras: use the tf-keras package, as `tf.compat.v1.layers` needs.
         seed: what the server's seed must be; None: whatever it is.
@@ -96,6 +97,7 @@ class WorkerConfig:
     data_dir: Path | None = None
     batch_size: int | None = None
     trusted_examples: int = 100
+    own_data: bool = False
     threads: int = field(default_factory=available_cpus)
     legacy_keras: bool = False
     seed: int | None = None
@@ -155,6 +157,7 @@ class WorkerConfig:
                 raise ConfigurationError(
                     f"--fault and --role {self.role} exclude each other: only a worker misbehaves; leave one out"
                 )
+        self._check_own_data()
         if self.log_format not in LOG_FORMATS:
             raise ConfigurationError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {self.log_format}")
         self._check_tls()
@@ -162,6 +165,20 @@ class WorkerConfig:
         if self.role == "validator" and self.evaluate_every != default_of("evaluate_every"):
             raise ConfigurationError(
                 f"--evaluate-every works only with --role evaluator, not with --role {self.role}"
+            )
+
+    def _check_own_data(self) -> None:
+        if not self.own_data:
+            return
+        if self.role != "worker":
+            cure = "give --trusted-examples 0 instead" if self.role == "validator" else "leave it out"
+            raise ConfigurationError(
+                f"--own-data works only with --role worker, not with --role {self.role}; {cure}"
+            )
+        if self.trusted_examples not in (0, default_of("trusted_examples")):
+            raise ConfigurationError(
+                "--own-data and --trusted-examples exclude each other: nobody else has any of these examples, so "
+                "none is held out; leave --trusted-examples out"
             )
 
     @cached_property

@@ -15,7 +15,7 @@ from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
 from protocol.injection import Plan
 from protocol.injector import Faults
-from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side
+from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
 from worker.batches import Shard, TrustedBatches
@@ -157,6 +157,10 @@ def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "lis
     config, agreed = job.config, server.welcome
     if config.fault is not None:
         raise ConfigurationError("--fault works with a server in mode shared only, and this one trains an ensemble")
+    if config.own_data:
+        raise ConfigurationError(
+            "--own-data works with a server in mode shared only: all members of an ensemble take the same batches"
+        )
     batch_size = config.batch_size or DEFAULT_BATCH_SIZE
     shard = Shard.of(len(job.dataset.train_labels), 0, 1, agreed.seed, config.trusted_examples)
     _say(f"member {agreed.rank} of {agreed.workers}; all take the same batches: {shard.describe(batch_size)}")
@@ -190,11 +194,25 @@ def _answers(job: Job) -> Answers | None:
     return Answers(batch_size, sizes[0], sizes[1], len(job.dataset.test_labels))
 
 
+def shard_of(config: WorkerConfig, n_examples: int, agreed: Welcome) -> Shard:
+    """Return what a worker of this rank trains on: its share of a data set that all have, or all of its own."""
+    if config.own_data:
+        return Shard.own(n_examples, agreed.rank, agreed.seed)
+    return Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
+
+
+def ranks_known(config: WorkerConfig, agreed: Welcome) -> int:
+    """Return the number of ranks, from 0, whose batches this worker could draw: those that have a shard."""
+    if config.own_data:
+        return max(agreed.workers or agreed.shards, agreed.rank + 1)
+    return min(agreed.workers or agreed.shards, agreed.shards)
+
+
 def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
     """Find the batches of a rank, before TensorFlow builds anything, and say what they are."""
     config, agreed = job.config, server.welcome
-    n_examples, batch_size = len(job.dataset.train_labels), config.batch_size or DEFAULT_BATCH_SIZE
-    shard = Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
+    batch_size = config.batch_size or DEFAULT_BATCH_SIZE
+    shard = shard_of(config, len(job.dataset.train_labels), agreed)
     _say(shard.describe(batch_size))
     if config.fault is None:
 
@@ -210,7 +228,7 @@ def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], Ste
         dataset=job.dataset,
         shard=shard,
         batch_size=batch_size,
-        workers=min(agreed.workers or agreed.shards, agreed.shards),
+        workers=ranks_known(config, agreed),
         steps=agreed.steps,
         classes=num_classes(job.dataset),
     )

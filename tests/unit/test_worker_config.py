@@ -68,6 +68,7 @@ def test_options_not_given_are_the_fields_defaults() -> None:
         data_dir=None,
         batch_size=None,
         trusted_examples=100,
+        own_data=False,
         threads=available_cpus(),
         legacy_keras=False,
         seed=None,
@@ -112,7 +113,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
         "dry_run": True,
     }
-    assert given.keys() | {"ps", "rank", "fault", "inject", "tls_fingerprint"} == {
+    assert given.keys() | {"ps", "rank", "fault", "inject", "tls_fingerprint", "own_data"} == {
         field.name for field in dataclasses.fields(WorkerConfig)
     }
     monkeypatch.setenv("WEIGHMASTER_PS", "[::1]:9")
@@ -123,6 +124,8 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WEIGHMASTER_EVALUATE_EVERY")
     monkeypatch.setenv("WEIGHMASTER_RANK", "4")
     monkeypatch.setenv("WEIGHMASTER_FAULT", "scale:-10")
+    monkeypatch.setenv("WEIGHMASTER_OWN_DATA", "1")
+    assert parse([]).own_data and not parse(["--no-own-data"]).own_data
     assert (parse([]).rank, parse([]).fault) == (4, "scale:-10")
     monkeypatch.delenv("WEIGHMASTER_TLS_CA")
     monkeypatch.setenv("WEIGHMASTER_TLS_FINGERPRINT", "ab" * 32)
@@ -259,6 +262,9 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         (["--fault", "zero:1"], ["--fault zero:1", "no number"]),
         (["--fault", "scale", "--role", "validator"], ["--fault", "--role validator"]),
         (["--fault", "scale", "--role", "evaluator"], ["--fault", "--role evaluator"]),
+        (["--own-data", "--role", "validator"], ["--own-data", "--role validator", "--trusted-examples 0"]),
+        (["--own-data", "--role", "evaluator"], ["--own-data", "--role evaluator"]),
+        (["--own-data", "--trusted-examples", "50"], ["--own-data and --trusted-examples exclude"]),
         (["--rank", "-1"], ["--rank", "-1"]),
         (["--rank", "first"], ["--rank", "first"]),
         (["--ps", "nowhere"], ["--ps", "nowhere"]),
