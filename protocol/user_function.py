@@ -7,6 +7,7 @@ so that it may import its neighbours and they can hide nothing of ours.
 
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from protocol.errors import ConfigurationError, Interrupted
 
 MAX_REASON = 500
 """Characters that are quoted of what a user's code complains about."""
+
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Control sequences of ECMA-48; Keras prints its reasons in bold."""
 
 
 @dataclass(frozen=True)
@@ -121,5 +125,5 @@ def _reason(error: BaseException, path: Path) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a message as one line of at most `MAX_REASON` characters."""
-    return " ".join(text.split())[:MAX_REASON]
+    """Return a message as one line of at most `MAX_REASON` characters, without a terminal's colours."""
+    return " ".join(_COLOURS.sub("", text).split())[:MAX_REASON]
