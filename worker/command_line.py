@@ -28,6 +28,7 @@ from worker.config import (
     parse_tf_config,
 )
 from worker.faults import FAULTS
+from worker.output import Output
 
 PROGRAM = "weighmaster-worker"
 
@@ -269,12 +270,16 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        print(f"{PROGRAM}: {error.format_message()} See `{invocation()} --help`.", file=sys.stderr)
+        _complain(f"{error.format_message()} See `{invocation()} --help`.")
         return error.exit_code
     except WeighmasterError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_code
     return outcome if isinstance(outcome, int) else ExitCode.DONE
+
+
+def _complain(text: str) -> None:
+    Output(sys.stderr)(f"{PROGRAM}: {text}")  # where nobody can hear it, the exit code still says it
 
 
 def parse(arguments: Sequence[str]) -> WorkerConfig:

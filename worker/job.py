@@ -28,6 +28,7 @@ from worker.faults import parse_fault
 from worker.faulty_step import FaultySteps
 from worker.log_format import Speaker
 from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
+from worker.output import Output
 from worker.reconnect import ClientConfig, InitialValues
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 """Which kernels TensorFlow computes with; recorded, not set, for TensorFlow talks of it whenever it is set to 1."""
 
-_say = Speaker(lambda line: print(line, flush=True))
+_write = Output()
+_say = Speaker(_write)
 
 
 @dataclass(frozen=True)
@@ -294,14 +296,14 @@ def _tell_threads(agreed: int, offered: int) -> None:
 def print_plan(job: Job) -> int:
     """Say what a run would need (`--dry-run`); return the exit code."""
     layout = Layout.of(job.description.manifest)
-    print(
+    _write(
         f"model {job.config.model} on {job.config.dataset}: "
         f"{len(layout.slots)} variables, {job.description.ops} operations"
     )
     for spec in job.description.manifest.variables:
-        print(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
-    print(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
-    print(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
+        _write(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
+    _write(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
+    _write(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
     return ExitCode.DONE
 
 
