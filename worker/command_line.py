@@ -190,7 +190,10 @@ _OPTION_GROUPS = (
         _option("seed", "Refuse a server whose seed is another", unset="the server's", metavar="N"),
         _option("threads", "Threads of TensorFlow", unset="CPUs available", metavar="N"),
         _option("legacy_keras", "Use the tf-keras package, which tf.compat.v1.layers needs"),
-        _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
+        _option(
+            "dry_run",
+            "Build the model, prove that its variables can be fed, compute one batch, print what it needs, and end",
+        ),
     ),
     cloup.option_group(
         "Faults on purpose",

@@ -85,7 +85,7 @@ class WorkerConfig:
         connect_timeout: wait for the server at the start.
         reconnect_timeout: wait for the server once it was lost.
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
-        dry_run: build the model, prove that its variables can be fed, and use no network.
+        dry_run: build the model, prove that its variables can be fed, compute one batch, and use no network.
     """
 
     ps: Address = DEFAULT_ADDRESS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.arena import Arena
 from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
 from protocol.injection import Plan
@@ -18,7 +19,7 @@ from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
-from worker.batches import Shard, TrustedBatches
+from worker.batches import Shard, TrustedBatches, gather
 from worker.client import Server, Update
 from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
 from worker.datasets import load_dataset, num_classes
@@ -27,7 +28,7 @@ from worker.ensemble import MemberRun, member_seed
 from worker.faults import parse_fault
 from worker.faulty_step import FaultySteps
 from worker.log_format import Speaker
-from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
+from worker.loop import EVALUATION_BATCH, StepGradient, WaitLog, evaluate, on_batches, train
 from worker.output import Output
 from worker.reconnect import ClientConfig, InitialValues
 
@@ -122,7 +123,15 @@ def prepare(config: WorkerConfig, dataset: Dataset) -> Job:
         _say(f"remark: {remark}")
     if not description.replayable:
         _say(f"remark: a step computed again may differ: {description.replayable_reason}")
-    return Job(config, dataset, build, inputs, description)
+    job = Job(config, dataset, build, inputs, description)
+    if Role(config.role) is Role.WORKER and _answers(job) is None:
+        _check_evaluate_every(config)  # with logits it could be a member's, which only the server knows
+    return job
+
+
+def _check_evaluate_every(config: WorkerConfig) -> None:
+    if config.evaluate_every != default_of("evaluate_every"):
+        raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
 
 
 def take_part(job: Job, token: str | None) -> int:
@@ -142,8 +151,7 @@ def _train(job: Job, token: str | None) -> int:
             last = _train_member(job, server, server.weighting, trainers)
             _say(f"done at step {last.step}")
             return ExitCode.DONE
-        if config.evaluate_every != default_of("evaluate_every"):
-            raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
+        _check_evaluate_every(config)
         steps_of = _steps_of_validator if Role(config.role) is Role.VALIDATOR else _steps_of_worker
         gradient_of = steps_of(job, server)
         trainers.append(graph.Trainer(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads))
@@ -293,8 +301,45 @@ def _tell_threads(agreed: int, offered: int) -> None:
         _say(f"using {agreed} threads, as recorded for this rank, instead of {offered}")
 
 
+def try_out(job: Job) -> str:
+    """Compute one batch without a server, as this role would; return what came of it, in words.
+
+    Raises:
+        ConfigurationError: it fails; it would have failed in the first step of the run.
+    """
+    from worker import graph
+
+    config, layout = job.config, Layout.of(job.description.manifest)
+    seed, rank = config.seed or 0, config.rank or 0
+    if Role(config.role) is Role.EVALUATOR:
+        evaluator = graph.Evaluator(job.build, job.inputs, layout, seed, threads=config.threads)
+        some = slice(EVALUATION_BATCH)
+        features, labels = job.dataset.test_features[some], job.dataset.test_labels[some]
+        evaluator.evaluate(Arena.zeros(layout).buffer, features, labels, EVALUATION_BATCH)
+        evaluator.close()
+        return f"a batch of {len(labels):,} test examples was evaluated, with every variable 0"
+    trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=config.threads)
+    arena = Arena.zeros(layout)
+    arena.fill(trainer.initial_values())
+    features, labels = gather(job.dataset, _first_batch(job, seed, rank))
+    computed = trainer.compute(arena.buffer, features, labels, (seed, rank, 0))
+    trainer.close()
+    return f"a batch of {computed.examples:,} was computed at the initial values: loss {computed.loss:.4f}"
+
+
+def _first_batch(job: Job, seed: int, rank: int) -> NDArray[np.int64]:
+    """Return a batch as the role takes it, int64 [B]; how many shards there will be is the server's to say."""
+    config, n_examples = job.config, len(job.dataset.train_labels)
+    if Role(config.role) is Role.VALIDATOR:
+        return TrustedBatches.of(n_examples, config.trusted_examples, config.batch_size, seed).batch_ids(0)
+    own = config.own_data
+    shard = Shard.own(n_examples, rank, seed) if own else Shard.of(n_examples, 0, 1, seed, config.trusted_examples)
+    return shard.batch_ids(0, config.batch_size or DEFAULT_BATCH_SIZE)
+
+
 def print_plan(job: Job) -> int:
-    """Say what a run would need (`--dry-run`); return the exit code."""
+    """Say what a run would need, once a batch was computed (`--dry-run`); return the exit code."""
+    tried = try_out(job)
     layout = Layout.of(job.description.manifest)
     _write(
         f"model {job.config.model} on {job.config.dataset}: "
@@ -303,6 +348,7 @@ def print_plan(job: Job) -> int:
     for spec in job.description.manifest.variables:
         _write(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
     _write(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
+    _write(tried)
     _write(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
     return ExitCode.DONE
 
