@@ -327,7 +327,7 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
     except WeighmasterError:
         raise
     except (Exception, SystemExit) as error:
-        text = _said(error) or "no message"
+        text = user_complaint(error) or "no message"
         raise ConfigurationError(
             f"the build function {name!r} raised {type(error).__name__}: {text}{_where(build, error)}{_hint(text)}"
         ) from error
@@ -338,7 +338,7 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
     return model
 
 
-def _said(error: BaseException) -> str:
+def user_complaint(error: BaseException) -> str:
     """Return what an error complains about, without what Keras and AutoGraph wrap round it."""
     text = str(error).strip()
     if text.startswith("in user code:"):
@@ -371,10 +371,12 @@ def _check_tensor(value: Any, what: str, graph: Any, ranks: Sequence[int], shape
             f"the model's {what} must be a tensor, not {type(value).__name__}; "
             "compute it from the features that the build function is given"
         )
-    if value.graph is not graph:
-        raise ConfigurationError(
-            f"the model's {what} ({value.name}) belongs to another graph; build it where build is called"
+    made_in = getattr(value, "graph", None)  # an eager tensor has none, and raises AttributeError
+    if made_in is not graph:
+        where = (
+            "was made outside the build function" if made_in is None else f"({value.name}) belongs to another graph"
         )
+        raise ConfigurationError(f"the model's {what} {where}; make it inside, from the features that it is given")
     if not value.dtype.is_floating or (value.shape.rank is not None and value.shape.rank not in ranks):
         raise ConfigurationError(
             f"the model's {what} must be float {shape_text}, not {value.dtype.name} {value.shape}"

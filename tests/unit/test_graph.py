@@ -16,7 +16,7 @@ from protocol.arena import Arena
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import Kind, Layout, SideSpec
 from worker import Model, binding
-from worker.binding import _said
+from worker.binding import user_complaint
 from worker.graph import Evaluator, InputSpec, Trainer, describe, draw_key
 from worker.models import MODELS, draw_seed
 
@@ -503,7 +503,36 @@ def optimizes(features, labels, weights):
     return model
 
 
-OUTSIDE = None
+def of_another_graph():
+    with tf.Graph().as_default():
+        return tf.constant(1.0)
+
+
+def no_gradient(features, labels, weights):
+    images = tf.reshape(features @ weights, [-1, 1, 3, 1])
+    return Model(loss=tf.reduce_mean(tf.image.resize(images, [1, 2], method="area")))
+
+
+def gradient_that(error):
+    @tf.custom_gradient
+    def identity(values):
+        def gradient(upstream):
+            raise error
+
+        return values, gradient
+
+    return identity
+
+
+def gradient_fails(features, labels, weights):
+    return Model(loss=tf.reduce_mean(gradient_that(ValueError("mine"))(features @ weights)))
+
+
+def gradient_exits(features, labels, weights):
+    return Model(loss=tf.reduce_mean(gradient_that(SystemExit())(features @ weights)))
+
+
+OUTSIDE = EAGER = None
 
 
 def eager(features, labels, weights):
@@ -525,6 +554,19 @@ def eager(features, labels, weights):
         (weights_and(raises), r"'build' raised KeyError: 'the thing'"),
         (weights_and(optimizes), "the server applies the optimizer"),
         (weights_and(eager), "made outside it"),
+        (weights_and(lambda f, y, w: Model(loss=EAGER)), "loss was made outside the build function"),
+        (
+            weights_and(lambda f, y, w: Model(loss=tf.reduce_sum(w), regularization=EAGER)),
+            "regularization was made outside the build function",
+        ),
+        (
+            weights_and(lambda f, y, w: Model(loss=tf.reduce_sum(w), logits=EAGER)),
+            "logits was made outside the build function",
+        ),
+        (weights_and(lambda f, y, w: Model(loss=of_another_graph())), r"loss \(.*\) belongs to another graph"),
+        (weights_and(no_gradient), "gradient of the loss cannot be computed: .*ResizeArea"),
+        (weights_and(gradient_fails), "gradient of the loss cannot be computed: mine"),
+        (weights_and(gradient_exits), "gradient of the loss cannot be computed: SystemExit"),
         (weights_and(lambda f, y, w: tf.reduce_sum(w)), r"must return worker.Model\(loss=...\), not"),
         (weights_and(lambda f, y, w: Model(loss=3.0)), "loss must be a tensor, not float"),
         (weights_and(lambda f, y, w: Model(loss=f @ w)), r"loss must be float \[B\] per example or a scalar"),
@@ -543,6 +585,7 @@ def eager(features, labels, weights):
 )
 def test_refusals_name_the_thing(build, says, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "OUTSIDE", tf.Variable(1.0))
+    monkeypatch.setattr(sys.modules[__name__], "EAGER", tf.constant(1.0))
     with pytest.raises(ConfigurationError, match=says):
         describe(build, VECTOR)
 
@@ -618,7 +661,7 @@ def test_a_reason_is_told_whatever_keras_and_autograph_wrap_round_it(build, says
     ],
 )
 def test_what_is_wrapped_in_another_way_is_told_as_it_is(text, said):
-    assert _said(ValueError(text)) == said
+    assert user_complaint(ValueError(text)) == said
 
 
 def test_a_build_function_that_makes_other_variables_the_second_time_is_refused():
