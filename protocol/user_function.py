@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from protocol.errors import ConfigurationError, Interrupted
+from protocol.user_paths import Entry, expanded, look
 
 MAX_REASON = 500
 """Characters that are quoted of what a user's code complains about."""
@@ -69,8 +70,12 @@ def locate(spec: str, option: str) -> tuple[Path, str]:
     file, colon, name = spec.rpartition(":")
     if not colon or not file or not name.isidentifier():
         raise ConfigurationError(f"{option} {spec} does not name a function: write file.py:function")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
+    written = expanded(file, option)
+    try:
+        path = written.resolve()
+    except (OSError, RuntimeError) as error:  # the latter for links that go round in a circle
+        raise ConfigurationError(f"{option} {spec} cannot be used, because {written} cannot be resolved") from error
+    if look(path, option) is not Entry.FILE:
         raise ConfigurationError(f"{option} {spec} cannot be used, because there is no file {path}")
     return path, name
 

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
 from protocol.user_function import load_user_function
+from protocol.user_paths import Entry, expanded, look
 from worker.dataset_files import (
     CIFAR_FOLDER,
     CIFAR_TEST_FILE,
     CIFAR_TRAIN_FILES,
     check_label_bytes,
+    is_data_file,
     read_cifar_archive,
     read_cifar_folder,
     read_idx,
@@ -74,8 +76,8 @@ def load_dataset(spec: str, data_dir: Path | None) -> Dataset:
 
 
 def _npz_path(file: str, data_dir: Path | None) -> Path:
-    path = Path(file).expanduser()
-    if data_dir and not path.is_file() and (data_dir / path).is_file():
+    path = expanded(file, "data file")
+    if data_dir and not is_data_file(path) and is_data_file(data_dir / path):
         return data_dir / path
     return path
 
@@ -295,14 +297,14 @@ def _find_idx(source: IdxSource, data_dir: Path | None) -> list[Path]:
 def _idx_path(folder: Path, name: str) -> Path | None:
     dotted = name.replace("-idx", ".idx")
     candidates = (folder / file for file in (name, f"{name}.gz", dotted, f"{dotted}.gz"))
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if is_data_file(path)), None)
 
 
 # ---- files from elsewhere ------------------------------------------------------------------------------
 
 
 def _existing(data_dir: Path) -> Path:
-    if not data_dir.is_dir():
+    if look(data_dir, "--data-dir") is not Entry.FOLDER:
         raise ConfigurationError(f"--data-dir {data_dir} is not a folder: correct it, or leave it out")
     return data_dir
 
@@ -350,15 +352,15 @@ def _load_cifar10(data_dir: Path | None) -> Dataset:
     """Return CIFAR-10 from the binary archive or its unpacked folder; the pickled version is never read."""
     for base in [_existing(data_dir) / folder for folder in (".", "cifar10")] if data_dir else []:
         for folder in (base / CIFAR_FOLDER, base):
-            if any((folder / name).is_file() for name in (*CIFAR_TRAIN_FILES, CIFAR_TEST_FILE)):
+            if any(is_data_file(folder / name) for name in (*CIFAR_TRAIN_FILES, CIFAR_TEST_FILE)):
                 log.info("data set cifar10: files in %s", folder)
                 return _cifar_dataset(read_cifar_folder(folder))
-        if (base / CIFAR_ARCHIVE).is_file():
+        if is_data_file(base / CIFAR_ARCHIVE):
             log.info("data set cifar10: %s", base / CIFAR_ARCHIVE)
             return _cifar_dataset(read_cifar_archive(base / CIFAR_ARCHIVE))
     pickled = [data_dir / name for name in ("cifar-10-python.tar.gz", "cifar-10-batches-py")] if data_dir else []
     for path in pickled:
-        if path.exists():
+        if look(path, "data file") is not Entry.NOTHING:
             raise ConfigurationError(
                 f"{path} is the pickled version of CIFAR-10, which is never loaded because that could run code: "
                 f"get {CIFAR_URL}{CIFAR_ARCHIVE}"

@@ -225,6 +225,35 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     assert f"data file {tmp_path / IMAGES} cannot be read: Permission denied" in refused("mnist", tmp_path)
 
 
+LONG = "n" * 300
+
+
+def test_a_path_that_cannot_be_looked_at_is_one_sentence(tmp_path, monkeypatch):
+    """A name that is too long, a home that nobody has, a folder that may not be entered, a circle of links."""
+    monkeypatch.chdir(tmp_path)
+    assert f"data file {LONG} cannot be used: File name too long" in refused(f"npz:{LONG}")
+    assert f"--data-dir {LONG} cannot be used: File name too long" in refused("mnist", Path(LONG))
+    assert "~nobody-of-this-name/x.npz cannot be used: its ~" in refused("npz:~nobody-of-this-name/x.npz")
+    assert "--dataset ~nobody-of-this-name/x.py cannot be used" in refused("~nobody-of-this-name/x.py:load")
+    assert "cannot be used" in refused(f"{LONG}.py:load")
+    (tmp_path / "circle.py").symlink_to("circle.py")
+    assert "--dataset circle.py:load cannot be used" in refused("circle.py:load")
+    real_stat = Path.stat
+
+    def deny(path, **options):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", deny)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    for spec in ("mnist", "fashion_mnist", "cifar10"):
+        assert f"data file {closed}" in refused(spec, closed)
+    assert "closed/x.npz cannot be used: Permission denied" in refused("npz:closed/x.npz")
+    assert "closed/x.py cannot be used: Permission denied" in refused("closed/x.py:load")
+
+
 # ---- download ------------------------------------------------------------------------------------------
 
 
@@ -569,6 +598,24 @@ def test_npz_missing_or_damaged(tmp_path):
     flipped[content.index(np.float32(11).tobytes())] ^= 1
     (tmp_path / "x.npz").write_bytes(bytes(flipped))
     assert "data file x.npz is damaged" in refused("npz:x.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_whatever_byte_of_an_npz_is_damaged_it_is_one_sentence(tmp_path, save):
+    """Each byte in turn, in several ways: the file is read, or refused by name; nothing else is raised."""
+    path = tmp_path / "x.npz"
+    save(path, a=np.arange(3))
+    content = path.read_bytes()
+    refusals = 0
+    for position, byte in enumerate(content):
+        for changed in (byte ^ 0xFF, byte ^ 1, 14):
+            path.write_bytes(content[:position] + bytes([changed]) + content[position + 1 :])
+            try:
+                dataset_files.read_npz(path, ["a"])
+            except ConfigurationError as error:
+                refusals += 1
+                assert str(path) in str(error) and str(error).isprintable()
+    assert refusals > len(content)
 
 
 def npy(header, data=b""):
