@@ -13,7 +13,7 @@ from typing import Any
 from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
-from protocol.messages import Side
+from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Side
 from protocol.transport import Address, parse_address
 from worker.faults import parse_fault
 
@@ -35,7 +35,7 @@ DEFAULT_BATCH_SIZE = 32
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
-    "rank": (0, 1_000_000),
+    "rank": (0, MAX_RANK),
     "batch_size": (1, 1_000_000_000),
     "trusted_examples": (0, 1_000_000_000),
     "threads": (1, 1024),
@@ -214,8 +214,10 @@ def default_of(name: str) -> Any:
 
 
 def _check_name(name: str) -> None:
-    if not (0 < len(name) <= 128 and name.isprintable() and len(name.split()) == 1 and name != "*"):
-        raise ConfigurationError(f"--name must be 1 to 128 printable characters without spaces, not {name!r}")
+    if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and len(name.split()) == 1 and name != "*"):
+        raise ConfigurationError(
+            f"--name must be 1 to {MAX_NAME_CHARACTERS} printable characters without spaces, not {name!r}"
+        )
 
 
 # ---- TF_CONFIG -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
+from protocol.user_function import shortened
 from worker.batches import Shard, TrustedBatches, gather
 from worker.client import Server, Update
 from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
@@ -96,19 +97,26 @@ def load_tensorflow() -> None:
     """Import TensorFlow; here and not before.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: it is not installed, or does not load.
     """
     if "tensorflow" not in sys.modules:
         _say("loading TensorFlow, which takes some seconds")
     try:
         from worker import graph, models  # noqa: F401 - they are what needs it
-    except ModuleNotFoundError as error:
-        if error.name not in ("tensorflow", "keras", "tf_keras"):
-            raise
-        raise ConfigurationError(
-            f"this worker needs TensorFlow, and {error.name} is not installed: "
+    except Exception as error:  # a build for another CPU, another NumPy or another Python fails in ways of its own
+        raise _not_loaded(error) from error
+
+
+def _not_loaded(error: Exception) -> ConfigurationError:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name in ("tensorflow", "keras", "tf_keras"):
+        return ConfigurationError(
+            f"this worker needs TensorFlow, and {name} is not installed: "
             "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
-        ) from error
+        )
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    said = shortened(lines[-1]) if lines else "no message"
+    return ConfigurationError(f"TensorFlow is installed but cannot be loaded: {type(error).__name__}: {said}")
 
 
 def prepare(config: WorkerConfig, dataset: Dataset) -> Job:

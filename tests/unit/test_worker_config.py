@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
-from protocol.messages import Role
+from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Role
 from protocol.transport import Address, parse_address
 from tests.unit.authority import Authority
 from worker.command_line import build_command, execute, parse
@@ -302,6 +302,16 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
         assert name in output.err
     with pytest.raises(ConfigurationError):
         parse(arguments)
+
+
+def test_the_highest_rank_is_the_protocols() -> None:
+    assert WorkerConfig(rank=MAX_RANK).rank == MAX_RANK
+    with pytest.raises(ConfigurationError, match=f"--rank must be from 0 to {MAX_RANK}, not {MAX_RANK + 1}"):
+        WorkerConfig(rank=MAX_RANK + 1)
+    longest = "n" * MAX_NAME_CHARACTERS
+    assert WorkerConfig(name=longest).name == longest
+    with pytest.raises(ConfigurationError, match="--name must be 1 to 128 printable"):
+        WorkerConfig(name=longest + "n")
 
 
 def test_roles_are_those_of_the_protocol() -> None:

@@ -1,5 +1,6 @@
 """How a worker's process begins: what it calls itself, and that a signal which comes early is one sentence."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -95,3 +96,35 @@ def test_the_scripts_tell_what_was_typed() -> None:
     """What the environment is to say is spelled alike on both sides."""
     for name in ("launch_worker.sh", "train.sh"):
         assert f"export {STARTED_AS}=" in (ROOT / "scripts" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (
+            'raise ImportError("Traceback:\\n...\\nImportError: libx.so.2: cannot open\\n\\n")',
+            "TensorFlow is installed but cannot be loaded: ImportError: ImportError: libx.so.2: cannot open",
+        ),
+        (
+            "import numpy; numpy.no_such",
+            "TensorFlow is installed but cannot be loaded: AttributeError: module 'numpy'",
+        ),
+        ("raise TypeError", "TensorFlow is installed but cannot be loaded: TypeError: no message"),
+        ("import no_such_module", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import keras_of_mine", "cannot be loaded: ModuleNotFoundError: No module named 'keras_of_mine'"),
+        ("raise ModuleNotFoundError('x', name='keras')", "needs TensorFlow, and keras is not installed"),
+    ],
+)
+def test_a_tensorflow_that_does_not_load_is_one_sentence(tmp_path: Path, module: str, words: str) -> None:
+    (tmp_path / "tensorflow.py").write_text(module)
+    done = subprocess.run(
+        [sys.executable, "-m", "worker", "--dry-run"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr and done.stderr.count("\n") == 1
