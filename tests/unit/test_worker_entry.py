@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from unittest.mock import Mock
 
 import pytest
 
 import worker.__main__
+from protocol.errors import Interrupted
 from worker import command_line
 from worker.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
 
@@ -128,3 +132,25 @@ def test_a_tensorflow_that_does_not_load_is_one_sentence(tmp_path: Path, module:
     )
     assert done.returncode == 2
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("handler", [worker.__main__._interrupt, worker.__main__._leave])
+def test_a_second_signal_does_not_break_into_the_leave_that_the_first_one_takes(
+    monkeypatch: pytest.MonkeyPatch, handler: Callable[[int, FrameType | None], None]
+) -> None:
+    def ends(interrupted: Interrupted) -> None:
+        raise interrupted
+
+    monkeypatch.setattr(worker.__main__, "_exit", ends)
+    monkeypatch.setattr(worker.__main__.threading, "Timer", Mock())
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in both]
+    try:
+        with pytest.raises(Interrupted, match="interrupted by SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+        for number in both:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        for number, earlier in zip(both, before, strict=True):
+            signal.signal(number, earlier)
