@@ -21,7 +21,6 @@ from worker.config import (
     LOG_FORMATS,
     MODELS,
     ROLES,
-    ClusterTask,
     WorkerConfig,
     default_of,
     option_name,
@@ -123,7 +122,7 @@ _OPTION_GROUPS = (
             "role",
             "A worker computes gradients; a validator does so on trusted examples, by which the server judges the "
             "workers; an evaluator measures the values on the test data",
-            unset="TF_CONFIG, else worker",
+            unset="worker with --rank; else TF_CONFIG, else worker",
             type=click.Choice(ROLES),
         ),
         _option("token_file", "File with this worker's own line", unset="no token", metavar="FILE"),
@@ -223,17 +222,24 @@ _OPTION_GROUPS = (
 def _configuration(values: dict[str, Any], tf_config: str) -> WorkerConfig:
     """Fill what was not given from `TF_CONFIG`, and leave the rest to the defaults."""
     asked = {name: value for name, value in values.items() if value is not None}
-    if not {"ps", "rank", "role"} <= asked.keys() and tf_config.strip():
-        task = parse_tf_config(tf_config)
-        if task != ClusterTask() and task.ps is None and "ps" not in asked:
-            raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
+    if "rank" in asked:
+        asked.setdefault("role", "worker")  # nobody else has a rank
+    has_role = "role" in asked
+    wants_task = not has_role or (asked["role"] == "worker" and "rank" not in asked)
+    if tf_config.strip() and (wants_task or "ps" not in asked):
+        task = parse_tf_config(tf_config, for_address="ps" not in asked, for_task=wants_task)
         asked.setdefault("ps", task.ps or default_of("ps"))
         asked.setdefault("role", task.role or default_of("role"))
         if asked["role"] == "worker":
             asked.setdefault("rank", task.rank)
     if asked.get("rank") == "auto":
         asked["rank"] = None
-    return WorkerConfig(**asked)
+    try:
+        return WorkerConfig(**asked)
+    except ConfigurationError as error:
+        if has_role or f"--role {asked.get('role')} " not in f"{error} ":
+            raise
+        raise ConfigurationError(f"{error}; the role is TF_CONFIG's, over which --role wins") from error
 
 
 def build_command(run: Callable[[WorkerConfig], int]) -> cloup.Command:

@@ -232,13 +232,15 @@ class ClusterTask:
     role: str | None = None
 
 
-def parse_tf_config(text: str) -> ClusterTask:
+def parse_tf_config(text: str, *, for_address: bool = True, for_task: bool = True) -> ClusterTask:
     """Read the JSON of the environment variable `TF_CONFIG`, as TensorFlow's distributed training defines it.
 
     A chief is rank 0 and worker i is i + 1; without a chief worker i is i.
 
     Args:
         text: `{"cluster": {"ps": ["host:port"], "chief": [...], "worker": [...]}, "task": {"type", "index"}}`.
+        for_address: whether the server is asked for; what is not asked for may be anything.
+        for_task: whether rank and role are asked for.
 
     Raises:
         ConfigurationError: the text is malformed, or describes a process that is no worker.
@@ -255,12 +257,18 @@ def parse_tf_config(text: str) -> ClusterTask:
     for job, addresses in cluster.items():
         if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
             raise _malformed(f"needs a list of host:port for {job!r}")
-    servers = cluster.get("ps", [])
-    if len(servers) > 1:
-        raise _malformed(f"lists {len(servers)} parameter servers where there is one")
-    rank, role = _rank_and_role(cluster, task)
+    rank, role = _rank_and_role(cluster, task) if for_task else (None, None)
+    ps = _server(cluster.get("ps", [])) if for_address else None
+    if for_address and task and ps is None:
+        raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
+    return ClusterTask(ps, rank, role)
+
+
+def _server(addresses: list[str]) -> Address | None:
+    if len(addresses) > 1:
+        raise _malformed(f"lists {len(addresses)} parameter servers where there is one")
     try:
-        return ClusterTask(parse_address(servers[0]) if servers else None, rank, role)
+        return parse_address(addresses[0]) if addresses else None
     except ConfigurationError as error:
         raise _malformed(f"has a wrong address for 'ps': {error}") from error
 

@@ -226,8 +226,30 @@ def test_a_malformed_tf_config_is_one_sentence(
     assert error.startswith("weighmaster-worker: TF_CONFIG ")
     assert reason in error
     assert error.count("\n") == 1
-    complete = ["--ps", "h:1", "--rank", "0", "--role", "worker"]
-    assert execute(build_command(ignore), complete) == 0, "nothing is asked of TF_CONFIG"
+    for complete in (["--rank", "0"], ["--rank", "auto"], ["--role", "validator"], ["--role", "evaluator"]):
+        assert execute(build_command(ignore), ["--ps", "h:1", *complete]) == 0, "nothing is asked of TF_CONFIG"
+
+
+@pytest.mark.parametrize("job", ["evaluator", "master", "ps", "chief"])
+def test_a_given_rank_is_a_workers_whatever_task_tf_config_has(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the address is asked of it, and of what is not asked for nothing need be right."""
+    monkeypatch.setenv("TF_CONFIG", tf_config(CLUSTER, job, 7))
+    told = parse(["--rank", "1"])
+    assert (told.ps, told.rank, told.role) == (Address("ps.example", 7000), 1, "worker")
+    monkeypatch.setenv("TF_CONFIG", tf_config({"ps": ["a:1", "b:1"]}, "worker", 1))
+    assert (parse(["--ps", "h:1"]).ps, parse(["--ps", "h:1"]).rank) == (Address("h", 1), 1)
+
+
+def test_what_does_not_go_with_the_role_of_tf_config_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config(CLUSTER, "evaluator"))
+    with pytest.raises(
+        ConfigurationError, match=r"--fault and --role evaluator exclude .*; the role is TF_CONFIG's"
+    ):
+        parse(["--fault", "zero"])
+    with pytest.raises(ConfigurationError, match=r"leave one out$"):
+        parse(["--fault", "zero", "--role", "evaluator"])
+    with pytest.raises(ConfigurationError, match=r"not 0$"):
+        parse(["--batch-size", "0"])
 
 
 @pytest.mark.parametrize(
