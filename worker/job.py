@@ -22,7 +22,7 @@ from protocol.tokens import parse_grants, read_secret
 from protocol.user_function import shortened
 from worker.batches import Shard, TrustedBatches, gather
 from worker.client import Server, Update
-from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
+from worker.config import DEFAULT_BATCH_SIZE, MODELS, WorkerConfig, default_of
 from worker.datasets import load_dataset, num_classes
 from worker.definitions import Dataset, Model
 from worker.ensemble import MemberRun, member_seed
@@ -65,7 +65,7 @@ def load_data(config: WorkerConfig) -> Dataset:
         _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
     if config.inject:
         _say(_plan(config).announcement)
-    return load_dataset(config.dataset, config.data_dir)
+    return load_dataset(config.dataset, config.data_dir, _say)
 
 
 def software() -> str:
@@ -123,7 +123,9 @@ def prepare(config: WorkerConfig, dataset: Dataset) -> Job:
     """Build the model, and say what is remarkable about it."""
     from worker import graph, models
 
-    build = models.load_build(config.model, num_classes(dataset))
+    # A model of the user's counts its classes itself, and may have none.
+    needs_classes = config.model in MODELS or config.fault is not None
+    build = models.load_build(config.model, num_classes(dataset) if needs_classes else 0)
     features = dataset.train_features
     inputs = graph.InputSpec(tuple(features.shape[1:]), features.dtype.name)
     description = graph.describe(build, inputs, legacy_keras=config.legacy_keras)
@@ -186,8 +188,7 @@ def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "lis
     seed, threads = member_seed(agreed.seed, agreed.rank), agreed.threads
     trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=threads, weighting=weighting)
     trainers.append(trainer)
-    has_test = len(job.dataset.test_labels) > 0
-    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads) if has_test else None
+    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads)
     return MemberRun(
         server=server,
         trainer=trainer,

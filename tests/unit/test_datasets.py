@@ -17,8 +17,10 @@ import pytest
 import worker.dataset_files as dataset_files
 import worker.datasets as datasets
 from protocol.errors import ConfigurationError
+from protocol.log_lines import recognise
 from worker.datasets import FASHION_MNIST, IDX_FILES, checked, load_dataset, load_idx_dataset, num_classes
 from worker.definitions import Dataset
+from worker.log_format import EVENTS
 
 IMAGES, LABELS = IDX_FILES[:2]
 
@@ -79,6 +81,20 @@ def test_idx_files_are_read(tmp_path, name, packed, below):
     assert dataset.train_labels.tolist() == labels(12).tolist()
     assert dataset.train_labels.dtype == dataset.test_labels.dtype == np.int32
     assert num_classes(dataset) == 10
+
+
+def test_where_the_files_of_a_named_data_set_are_is_said(tmp_path):
+    """In the words of the event of that name."""
+    said = []
+    write_idx_files(tmp_path / "mnist")
+    load_dataset("mnist", tmp_path, said.append)
+    write_tar(tmp_path / "cifar-10-binary.tar.gz", cifar_members())
+    load_dataset("cifar10", tmp_path, said.append)
+    assert said == [
+        f"data set mnist: files in {tmp_path / 'mnist'}",
+        f"data set cifar10: {tmp_path / 'cifar-10-binary.tar.gz'}",
+    ]
+    assert {recognise(text, EVENTS)[0] for text in said} == {"data_set"}
 
 
 def test_names_with_a_dot_are_found_too(tmp_path):

@@ -52,7 +52,7 @@ def job_of(tmp_path):
     labels = (np.arange(40) % 3).astype(np.int32)
     features = np.ones((40, 2), np.float32)
 
-    def make(function, **options):
+    def make(function, labels=labels, **options):
         config = WorkerConfig(**{"model": f"{path}:{function}", "threads": 1, "trusted_examples": 8} | options)
         return prepare(config, Dataset(features, labels, features, labels))
 
@@ -90,6 +90,15 @@ def test_what_would_fail_in_the_first_step_is_one_sentence(job_of, function, opt
     with pytest.raises(ConfigurationError, match=says) as caught:
         try_out(job)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_the_users_may_have_any_labels(job_of):
+    """What they mean is its business; a model that ships, or a fault, counts classes."""
+    labels = np.full(40, 3_000_000, np.int32)
+    job_of("good", labels)
+    for counts in ({"model": "mlp"}, {"fault": "zero"}):
+        with pytest.raises(ConfigurationError, match="label 3,000,000 is too large to be a class"):
+            job_of("good", labels, **counts)
 
 
 def test_an_option_of_evaluators_is_refused_to_a_worker_that_can_be_no_member(job_of):
