@@ -56,7 +56,7 @@ class Link:
             Refused: client: the server is not the one that is meant, or speaks no TLS.
             NetworkError: the connection broke, or the deadline has passed.
         """
-        self.channel.secure(Patience(0, self.silence_s, deadline.left_s))
+        self.channel.secure(Patience(0, self.silence_s, deadline.left_s, has_begun=False))
         self.heard_at = time.monotonic()
 
     def send(
@@ -116,7 +116,8 @@ class Link:
             RemoteProtocolError: it said what it may not say here; `Unsecured` if it speaks TLS where we do not.
         """
         # The peer may be silent before a frame, and then has its time for the prefix.
-        patience = Patience(0, self.silence_s, self.silence_s + GRACE_S if deadline is None else deadline.left_s)
+        total_s = self.silence_s + GRACE_S if deadline is None else deadline.left_s
+        patience = Patience(0, self.silence_s, total_s, has_begun=False)
         while True:
             piece = self._receive_piece(self.connection.needed, patience)
             try:

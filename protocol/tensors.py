@@ -3,7 +3,6 @@
 A layout is a pure function of the manifest, so both sides compute the same one and no offsets travel.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,11 +170,6 @@ class Manifest:
             return cls(tuple(_spec_from_wire(row) for row in _rows(rows)))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"the manifest is not valid: {error!r:.200}") from error
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over the wire form, in hex."""
-        return hashlib.sha256(self.to_wire()).hexdigest()
 
     def check_same_variables(self, other: "Manifest", ours: str, theirs: str) -> None:
         """Compare by name, whatever the order.

@@ -86,10 +86,17 @@ class Deadline:
 
 
 class Patience:
-    """How long one transfer may take: no silence over `silence_s`, and a minimum rate over the whole."""
+    """How long one transfer may take: no silence over `silence_s`, and a minimum rate over the whole.
 
-    def __init__(self, size_bytes: int, silence_s: float, total_s: float | None = None) -> None:
+    `has_begun` is False where the peer may yet have nothing to say: its silence is told otherwise than one that
+    comes within a frame.
+    """
+
+    def __init__(
+        self, size_bytes: int, silence_s: float, total_s: float | None = None, *, has_begun: bool = True
+    ) -> None:
         now = time.monotonic()
+        self._has_begun = has_begun
         self._silence_s = silence_s
         self._last = now
         self._end = now + (GRACE_S + size_bytes / MIN_BYTES_PER_S if total_s is None else total_s)
@@ -97,12 +104,14 @@ class Patience:
     def moved(self) -> None:
         """Note that bytes have moved."""
         self._last = time.monotonic()
+        self._has_begun = True
 
     def check(self, peer: str) -> None:
         """Raise `PeerSilent` when either limit has passed."""
         now = time.monotonic()
         if now - self._last >= self._silence_s:
-            raise PeerSilent(f"{peer} has been silent for {now - self._last:.0f} s in mid-transfer")
+            where = " in mid-transfer" if self._has_begun else ""
+            raise PeerSilent(f"{peer} has been silent for {now - self._last:.0f} s{where}")
         if now >= self._end:
             raise PeerSilent(f"{peer} moves too few bytes: the transfer has not ended in time")
 

@@ -7,6 +7,7 @@ so that it may import its neighbours and they can hide nothing of ours.
 
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,9 +17,13 @@ from types import ModuleType
 from typing import Any
 
 from protocol.errors import ConfigurationError, Interrupted
+from protocol.user_paths import Entry, expanded, look
 
 MAX_REASON = 500
 """Characters that are quoted of what a user's code complains about."""
+
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Control sequences of ECMA-48; Keras prints its reasons in bold."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ def locate(spec: str, option: str) -> tuple[Path, str]:
     file, colon, name = spec.rpartition(":")
     if not colon or not file or not name.isidentifier():
         raise ConfigurationError(f"{option} {spec} does not name a function: write file.py:function")
+    written = expanded(file, option)
     try:
-        path = Path(file).expanduser().resolve()
-        is_there = path.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home that is nobody's
-        raise ConfigurationError(f"{option} {spec} cannot be used: {error}") from error
-    if not is_there:
+        path = written.resolve()
+    except (OSError, RuntimeError) as error:  # the latter for links that go round in a circle
+        raise ConfigurationError(f"{option} {spec} cannot be used, because {written} cannot be resolved") from error
+    if look(path, option) is not Entry.FILE:
         raise ConfigurationError(f"{option} {spec} cannot be used, because there is no file {path}")
     return path, name
 
@@ -125,5 +130,5 @@ def _reason(error: BaseException, path: Path) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a message as one line of at most `MAX_REASON` characters."""
-    return " ".join(text.split())[:MAX_REASON]
+    """Return a message as one line of at most `MAX_REASON` characters, without a terminal's colours."""
+    return " ".join(_COLOURS.sub("", text).split())[:MAX_REASON]

@@ -144,7 +144,7 @@ class Registry:
         """
         if who.role is Role.EVALUATOR:
             same = next((s for s, other in self.evaluators.items() if other.incarnation == who.incarnation), None)
-            return Granted(AUTO_RANK, who.name or f"{who.host}:evaluator", same)
+            return Granted(AUTO_RANK, who.name or f"{who.host}:evaluator"[-MAX_NAME_CHARACTERS:], same)
         if who.role is Role.VALIDATOR:
             return self._claim_validator(who)
         if who.rank >= self.workers:

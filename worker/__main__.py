@@ -45,17 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """End a process that has joined no run yet; an exception could be swallowed by what is being imported."""
+    _ignore_signals()
     _exit(Interrupted(signal.Signals(number).name))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Take leave of the run, and of the user's code."""
+    _ignore_signals()
     interrupted = Interrupted(signal.Signals(number).name)
     # A step inside TensorFlow cannot be broken off: the exception below waits for its end, this timer does not.
     timer = threading.Timer(LEAVE_S, _exit, (interrupted,))
     timer.daemon = True
     timer.start()
     raise interrupted
+
+
+def _ignore_signals() -> None:
+    """Let a second signal change nothing: it would break into the leave that the first one takes."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _exit(interrupted: Interrupted) -> None:

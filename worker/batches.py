@@ -56,8 +56,7 @@ def hold_out(n: int, trusted_examples: int, seed: int) -> tuple[NDArray[np.int64
     Raises:
         ConfigurationError: the seed is out of range, or nothing would be left to train on.
     """
-    if not 0 <= seed < SEED_LIMIT:
-        raise ConfigurationError(f"the seed {seed} is out of range: give one from 0 to 2**64 - 1")
+    _check_seed(seed)
     if trusted_examples < 0:
         raise ConfigurationError(f"{trusted_examples} trusted examples cannot be held out: give 0 or more")
     if trusted_examples >= n:
@@ -69,21 +68,27 @@ def hold_out(n: int, trusted_examples: int, seed: int) -> tuple[NDArray[np.int64
     return order[:trusted_examples], order[trusted_examples:]
 
 
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < SEED_LIMIT:
+        raise ConfigurationError(f"the seed {seed} is out of range: give one from 0 to 2**64 - 1")
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The training examples of one rank, and the order in which it takes them. Made by `Shard.of`.
+    """The training examples of one rank, and the order in which it takes them. Made by `of` or `own`.
 
-    Shards of the same run are disjoint, differ in size by at most one, and together hold every example that
-    is not trusted. A pass takes each example at most once, in an order of its own, and leaves out what does
-    not fill a batch.
+    Shards of a common data set are disjoint, differ in size by at most one, and together hold every example that
+    is not trusted; a data set that is a worker's own is one shard as a whole. A pass takes each example at most
+    once, in an order of its own, and leaves out what does not fill a batch.
 
     Attributes:
         ids: int64 [size], positions in the training arrays, in the drawn order; read-only.
-        rank: whose shard it is, 0 to shards - 1.
-        shards: number of shards in the run.
+        rank: whose shard it is.
+        shards: into how many the data set is divided; 1 of a worker's own.
         seed: the run's seed.
         sharded_examples: examples of all shards together.
         trusted_examples: examples that were held out of all shards.
+        is_own: whether the data set is this rank's alone.
     """
 
     ids: NDArray[np.int64]
@@ -92,6 +97,7 @@ class Shard:
     seed: int
     sharded_examples: int
     trusted_examples: int
+    is_own: bool = False
     _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -125,6 +131,34 @@ class Shard:
         ids.flags.writeable = False
         return cls(ids, rank, shards, seed, len(rest), trusted_examples)
 
+    @classmethod
+    def own(cls, n_examples: int, rank: int, seed: int) -> "Shard":
+        """Take a data set as a whole, which no other worker has.
+
+        The rank enters into the order, so that workers with data sets of one size do not take them in step.
+
+        Args:
+            n_examples: number of training examples, 1 or more.
+            rank: of the worker, 0 or more.
+            seed: the run's seed, 0 to 2**64 - 1.
+
+        Raises:
+            ConfigurationError: the seed is out of range.
+        """
+        _check_seed(seed)
+        ids = _permutation(n_examples, seed, _Purpose.PARTITION, rank)
+        ids.flags.writeable = False
+        return cls(ids, rank, 1, seed, n_examples, 0, is_own=True)
+
+    def of_rank(self, rank: int) -> "Shard":
+        """Return the shard of another rank of this data set; of a worker's own what that rank would take of it."""
+        if rank == self.rank:
+            return self
+        n_examples = self.sharded_examples + self.trusted_examples
+        if self.is_own:
+            return Shard.own(n_examples, rank, self.seed)
+        return Shard.of(n_examples, rank, self.shards, self.seed, self.trusted_examples)
+
     def batches_per_pass(self, batch_size: int) -> int:
         """Return how many whole batches the shard gives, at least 1.
 
@@ -134,10 +168,11 @@ class Shard:
         if batch_size < 1:
             raise ConfigurationError(f"a batch cannot have {batch_size} examples: give --batch-size 1 or more")
         if batch_size > len(self.ids):
+            share = "own data" if self.is_own else "shard"
+            cure = " or bring more data" if self.is_own else ", use fewer workers, or bring more data"
             raise ConfigurationError(
-                f"a batch of {batch_size:,} is larger than the shard of rank {self.rank}, which has "
-                f"{_examples(len(self.ids))}: lower --batch-size to {len(self.ids)} or less, use fewer "
-                f"workers, or bring more data"
+                f"a batch of {batch_size:,} is larger than the {share} of rank {self.rank}, which has "
+                f"{_examples(len(self.ids))}: lower --batch-size to {len(self.ids)} or less{cure}"
             )
         return len(self.ids) // batch_size
 
@@ -173,10 +208,10 @@ class Shard:
         """Return the line that a worker prints when it starts: its share, its batches, what is held out."""
         batches = _count(self.batches_per_pass(batch_size), "batch", "batches")
         first = ", ".join(str(example) for example in self.ids[:3])
-        line = (
-            f"rank {self.rank} of {self.shards}: {len(self.ids):,} of {_examples(self.sharded_examples)}, "
-            f"{batches} of {batch_size:,} a pass; first ids {first}"
-        )
+        share = f"rank {self.rank} of {self.shards}: {len(self.ids):,} of {_examples(self.sharded_examples)}"
+        if self.is_own:
+            share = f"rank {self.rank}: all {_examples(len(self.ids))} of a data set of its own"
+        line = f"{share}, {batches} of {batch_size:,} a pass; first ids {first}"
         if self.trusted_examples:
             line += f"; {_count(self.trusted_examples, 'trusted example')} held out"
         return line

@@ -9,7 +9,9 @@ that escaped would raise in every step.
 import gc
 import os
 import random
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +30,14 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
 from protocol.errors import ConfigurationError, WeighmasterError
 from protocol.tensors import FLOATING
+from protocol.user_function import shortened
 from worker.definitions import Model
 
 BuildFunction = Callable[[Any, Any, bool], Model]
 """`build(features, labels, training) -> Model`, as a user writes it."""
+
+_ARGUMENTS = re.compile(r"\n\s*(?:Call arguments|Arguments) received by ")
+"""Before the list of a layer's arguments, with which Keras ends a message."""
 
 SEED_STATE = "seed_generator_state"
 """How Keras 3 names the int [2] variable behind every dropout and random layer."""
@@ -321,7 +327,7 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
     except WeighmasterError:
         raise
     except (Exception, SystemExit) as error:
-        text = (str(error).strip() or "no message").splitlines()[0]
+        text = user_complaint(error) or "no message"
         raise ConfigurationError(
             f"the build function {name!r} raised {type(error).__name__}: {text}{_where(build, error)}{_hint(text)}"
         ) from error
@@ -330,6 +336,18 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
             f"the build function {name!r} must return worker.Model(loss=...), not {type(model).__name__}"
         )
     return model
+
+
+def user_complaint(error: BaseException) -> str:
+    """Return what an error complains about, without what Keras and AutoGraph wrap round it."""
+    text = str(error).strip()
+    if text.startswith("in user code:"):
+        # Then, indented, and each after an empty line: the frames, and the error as Python would print it.
+        frames = textwrap.dedent(text.removeprefix("in user code:")).strip()
+        text = (frames.partition("\n\n")[2] or text).strip().removeprefix(f"{type(error).__name__}: ")
+    if text.startswith("Exception encountered when calling "):
+        text = _ARGUMENTS.split(text.partition("\n\n")[2] or text)[0]
+    return shortened(text)
 
 
 def _where(build: BuildFunction, error: BaseException) -> str:
@@ -353,10 +371,12 @@ def _check_tensor(value: Any, what: str, graph: Any, ranks: Sequence[int], shape
             f"the model's {what} must be a tensor, not {type(value).__name__}; "
             "compute it from the features that the build function is given"
         )
-    if value.graph is not graph:
-        raise ConfigurationError(
-            f"the model's {what} ({value.name}) belongs to another graph; build it where build is called"
+    made_in = getattr(value, "graph", None)  # an eager tensor has none, and raises AttributeError
+    if made_in is not graph:
+        where = (
+            "was made outside the build function" if made_in is None else f"({value.name}) belongs to another graph"
         )
+        raise ConfigurationError(f"the model's {what} {where}; make it inside, from the features that it is given")
     if not value.dtype.is_floating or (value.shape.rank is not None and value.shape.rank not in ranks):
         raise ConfigurationError(
             f"the model's {what} must be float {shape_text}, not {value.dtype.name} {value.shape}"

@@ -18,7 +18,13 @@ from protocol.arena import Arena, aligned_empty
 from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.connection import State
 from protocol.ensemble import Answers, Weighting, labels_digest, side_payload, side_views
-from protocol.errors import LocalProtocolError, NetworkError, RemoteProtocolError, WeighmasterError
+from protocol.errors import (
+    ConfigurationError,
+    LocalProtocolError,
+    NetworkError,
+    RemoteProtocolError,
+    WeighmasterError,
+)
 from protocol.injection import Plan, Point
 from protocol.injector import Faults
 from protocol.link import Link
@@ -86,6 +92,7 @@ class Server:
         Raises:
             PeerLost: the server could not be reached in time.
             Refused: it said no.
+            ConfigurationError: what this client would say of itself cannot be said.
         """
         self._config = config
         self._faults = config.faults
@@ -430,20 +437,25 @@ def connect(
     Raises:
         PeerLost: nobody answered in time.
         Refused: the server said no; never retried.
-        ConfigurationError: the address, or a fault, cannot be understood, or a file of TLS cannot be used.
+        ConfigurationError: the address, or a fault, cannot be understood, a file of TLS cannot be used, or another
+            argument is beyond what the protocol allows.
     """
     plan = Plan.parse([] if inject is None else [inject], Side.WORKER)
     if plan.announcement:
         on_event(plan.announcement)
     initial = {key: np.array(value, copy=True) for key, value in variables.items()}
+    try:
+        manifest, known_role = Manifest.of(initial, state), Role(role)
+    except ValueError as error:
+        raise ConfigurationError(f"a worker cannot join like this: {error}") from error
     return Server(
         ClientConfig(
             address=parse_address(address),
-            manifest=Manifest.of(initial, state),
+            manifest=manifest,
             initial_values=lambda: initial,
             rank=AUTO_RANK if rank is None else rank,
             name=name,
-            role=Role(role),
+            role=known_role,
             token=token,
             tls=_client_tls(tls_fingerprint, tls_ca, tls_cert, tls_key),
             threads=threads,

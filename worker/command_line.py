@@ -21,13 +21,13 @@ from worker.config import (
     LOG_FORMATS,
     MODELS,
     ROLES,
-    ClusterTask,
     WorkerConfig,
     default_of,
     option_name,
     parse_tf_config,
 )
 from worker.faults import FAULTS
+from worker.output import Output
 
 PROGRAM = "weighmaster-worker"
 
@@ -122,7 +122,7 @@ _OPTION_GROUPS = (
             "role",
             "A worker computes gradients; a validator does so on trusted examples, by which the server judges the "
             "workers; an evaluator measures the values on the test data",
-            unset="TF_CONFIG, else worker",
+            unset="worker with --rank; else TF_CONFIG, else worker",
             type=click.Choice(ROLES),
         ),
         _option("token_file", "File with this worker's own line", unset="no token", metavar="FILE"),
@@ -178,6 +178,10 @@ _OPTION_GROUPS = (
             metavar="N",
         ),
         _option(
+            "own_data",
+            "This worker's data set is its own: it trains on all of it, and not on its share of one that all have",
+        ),
+        _option(
             "evaluate_every",
             "evaluator: steps between two evaluations; member of an ensemble: between two votes",
             metavar="STEPS",
@@ -185,7 +189,10 @@ _OPTION_GROUPS = (
         _option("seed", "Refuse a server whose seed is another", unset="the server's", metavar="N"),
         _option("threads", "Threads of TensorFlow", unset="CPUs available", metavar="N"),
         _option("legacy_keras", "Use the tf-keras package, which tf.compat.v1.layers needs"),
-        _option("dry_run", "Build the model, prove that its variables can be fed, print what it needs, and end"),
+        _option(
+            "dry_run",
+            "Build the model, prove that its variables can be fed, compute one batch, print what it needs, and end",
+        ),
     ),
     cloup.option_group(
         "Faults on purpose",
@@ -215,17 +222,24 @@ _OPTION_GROUPS = (
 def _configuration(values: dict[str, Any], tf_config: str) -> WorkerConfig:
     """Fill what was not given from `TF_CONFIG`, and leave the rest to the defaults."""
     asked = {name: value for name, value in values.items() if value is not None}
-    if not {"ps", "rank", "role"} <= asked.keys() and tf_config.strip():
-        task = parse_tf_config(tf_config)
-        if task != ClusterTask() and task.ps is None and "ps" not in asked:
-            raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
+    if "rank" in asked:
+        asked.setdefault("role", "worker")  # nobody else has a rank
+    has_role = "role" in asked
+    wants_task = not has_role or (asked["role"] == "worker" and "rank" not in asked)
+    if tf_config.strip() and (wants_task or "ps" not in asked):
+        task = parse_tf_config(tf_config, for_address="ps" not in asked, for_task=wants_task)
         asked.setdefault("ps", task.ps or default_of("ps"))
         asked.setdefault("role", task.role or default_of("role"))
         if asked["role"] == "worker":
             asked.setdefault("rank", task.rank)
     if asked.get("rank") == "auto":
         asked["rank"] = None
-    return WorkerConfig(**asked)
+    try:
+        return WorkerConfig(**asked)
+    except ConfigurationError as error:
+        if has_role or f"--role {asked.get('role')} " not in f"{error} ":
+            raise
+        raise ConfigurationError(f"{error}; the role is TF_CONFIG's, over which --role wins") from error
 
 
 def build_command(run: Callable[[WorkerConfig], int]) -> cloup.Command:
@@ -265,12 +279,16 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        print(f"{PROGRAM}: {error.format_message()} See `{invocation()} --help`.", file=sys.stderr)
+        _complain(f"{error.format_message()} See `{invocation()} --help`.")
         return error.exit_code
     except WeighmasterError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_code
     return outcome if isinstance(outcome, int) else ExitCode.DONE
+
+
+def _complain(text: str) -> None:
+    Output(sys.stderr)(f"{PROGRAM}: {text}")  # where nobody can hear it, the exit code still says it
 
 
 def parse(arguments: Sequence[str]) -> WorkerConfig:

@@ -13,7 +13,7 @@ from typing import Any
 from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
-from protocol.messages import Side
+from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Side
 from protocol.transport import Address, parse_address
 from worker.faults import parse_fault
 
@@ -35,7 +35,7 @@ DEFAULT_BATCH_SIZE = 32
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
-    "rank": (0, 1_000_000),
+    "rank": (0, MAX_RANK),
     "batch_size": (1, 1_000_000_000),
     "trusted_examples": (0, 1_000_000_000),
     "threads": (1, 1024),
@@ -68,6 +68,7 @@ class WorkerConfig:
         batch_size: examples of one gradient; None: `DEFAULT_BATCH_SIZE`, and of a validator all that it trusts.
         trusted_examples: examples held out of every shard, drawn by the seed; of a validator those that it trusts,
             and 0 for a data set of its own, which it trusts as a whole.
+        own_data: a worker's data set is its own; it trains on all of it.
         threads: of TensorFlow within one operation.
         legacy_keras: use the tf-keras package, as `tf.compat.v1.layers` needs.
         seed: what the server's seed must be; None: whatever it is.
@@ -84,7 +85,7 @@ class WorkerConfig:
         connect_timeout: wait for the server at the start.
         reconnect_timeout: wait for the server once it was lost.
         congestion_control: `auto` (reno on loopback addresses only), `system`, or the kernel's name of one.
-        dry_run: build the model, prove that its variables can be fed, and use no network.
+        dry_run: build the model, prove that its variables can be fed, compute one batch, and use no network.
     """
 
     ps: Address = DEFAULT_ADDRESS
@@ -96,6 +97,7 @@ class WorkerConfig:
     data_dir: Path | None = None
     batch_size: int | None = None
     trusted_examples: int = 100
+    own_data: bool = False
     threads: int = field(default_factory=available_cpus)
     legacy_keras: bool = False
     seed: int | None = None
@@ -155,6 +157,7 @@ class WorkerConfig:
                 raise ConfigurationError(
                     f"--fault and --role {self.role} exclude each other: only a worker misbehaves; leave one out"
                 )
+        self._check_own_data()
         if self.log_format not in LOG_FORMATS:
             raise ConfigurationError(f"--log-format must be {' or '.join(LOG_FORMATS)}, not {self.log_format}")
         self._check_tls()
@@ -162,6 +165,20 @@ class WorkerConfig:
         if self.role == "validator" and self.evaluate_every != default_of("evaluate_every"):
             raise ConfigurationError(
                 f"--evaluate-every works only with --role evaluator, not with --role {self.role}"
+            )
+
+    def _check_own_data(self) -> None:
+        if not self.own_data:
+            return
+        if self.role != "worker":
+            cure = "give --trusted-examples 0 instead" if self.role == "validator" else "leave it out"
+            raise ConfigurationError(
+                f"--own-data works only with --role worker, not with --role {self.role}; {cure}"
+            )
+        if self.trusted_examples not in (0, default_of("trusted_examples")):
+            raise ConfigurationError(
+                "--own-data and --trusted-examples exclude each other: nobody else has any of these examples, so "
+                "none is held out; leave --trusted-examples out"
             )
 
     @cached_property
@@ -197,8 +214,10 @@ def default_of(name: str) -> Any:
 
 
 def _check_name(name: str) -> None:
-    if not (0 < len(name) <= 128 and name.isprintable() and len(name.split()) == 1 and name != "*"):
-        raise ConfigurationError(f"--name must be 1 to 128 printable characters without spaces, not {name!r}")
+    if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and len(name.split()) == 1 and name != "*"):
+        raise ConfigurationError(
+            f"--name must be 1 to {MAX_NAME_CHARACTERS} printable characters without spaces, not {name!r}"
+        )
 
 
 # ---- TF_CONFIG -----------------------------------------------------------------------------------------
@@ -213,13 +232,15 @@ class ClusterTask:
     role: str | None = None
 
 
-def parse_tf_config(text: str) -> ClusterTask:
+def parse_tf_config(text: str, *, for_address: bool = True, for_task: bool = True) -> ClusterTask:
     """Read the JSON of the environment variable `TF_CONFIG`, as TensorFlow's distributed training defines it.
 
     A chief is rank 0 and worker i is i + 1; without a chief worker i is i.
 
     Args:
         text: `{"cluster": {"ps": ["host:port"], "chief": [...], "worker": [...]}, "task": {"type", "index"}}`.
+        for_address: whether the server is asked for; what is not asked for may be anything.
+        for_task: whether rank and role are asked for.
 
     Raises:
         ConfigurationError: the text is malformed, or describes a process that is no worker.
@@ -236,12 +257,18 @@ def parse_tf_config(text: str) -> ClusterTask:
     for job, addresses in cluster.items():
         if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
             raise _malformed(f"needs a list of host:port for {job!r}")
-    servers = cluster.get("ps", [])
-    if len(servers) > 1:
-        raise _malformed(f"lists {len(servers)} parameter servers where there is one")
-    rank, role = _rank_and_role(cluster, task)
+    rank, role = _rank_and_role(cluster, task) if for_task else (None, None)
+    ps = _server(cluster.get("ps", [])) if for_address else None
+    if for_address and task and ps is None:
+        raise ConfigurationError("TF_CONFIG lists no 'ps' in its cluster; add it there or give --ps")
+    return ClusterTask(ps, rank, role)
+
+
+def _server(addresses: list[str]) -> Address | None:
+    if len(addresses) > 1:
+        raise _malformed(f"lists {len(addresses)} parameter servers where there is one")
     try:
-        return ClusterTask(parse_address(servers[0]) if servers else None, rank, role)
+        return parse_address(addresses[0]) if addresses else None
     except ConfigurationError as error:
         raise _malformed(f"has a wrong address for 'ps': {error}") from error
 

@@ -7,8 +7,10 @@ Sources: http://yann.lecun.com/exdb/mnist (IDX), https://www.cs.toronto.edu/~kri
 """
 
 import gzip
+import lzma
 import math
 import tarfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
+from protocol.user_paths import Entry, look
 
 MAX_IDX_BYTES = 1 << 30
 """Values in one IDX file: 20 times MNIST's training images, and a damaged header cannot ask for more."""
@@ -39,7 +42,11 @@ Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Features and labels."""
 
 _IDX_UBYTE = 0x08
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile)
+_DAMAGED = (
+    *(EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
+    *(UnicodeDecodeError, tokenize.TokenError),  # of names in a directory of zip, and of the header of an array
+    NotImplementedError,  # a version of zip, or a way to compress, that no file of NumPy's has
+)
 
 
 class _Stream(Protocol):
@@ -55,6 +62,15 @@ def _blaming(path: Path) -> Iterator[None]:
         raise _bad(path, f"is damaged or was not copied completely ({error})") from error
     except OSError as error:
         raise ConfigurationError(f"data file {path} cannot be read: {error.strerror or error}") from error
+
+
+def is_data_file(path: Path) -> bool:
+    """Tell whether there is such a file.
+
+    Raises:
+        ConfigurationError: it cannot be told, as in a folder that this user may not enter.
+    """
+    return look(path, "data file") is Entry.FILE
 
 
 def _bad(path: Path, what: str) -> ConfigurationError:
@@ -143,7 +159,7 @@ def read_cifar_folder(folder: Path) -> tuple[Arrays, Arrays]:
     records: dict[str, NDArray[np.uint8]] = {}
     for name in (*CIFAR_TRAIN_FILES, CIFAR_TEST_FILE):
         path = folder / name
-        if not path.is_file():
+        if not is_data_file(path):
             raise ConfigurationError(
                 f"data file {path} is missing: unpack cifar-10-binary.tar.gz completely, or give its folder"
             )
@@ -246,7 +262,7 @@ def read_npz(path: Path, keys: Sequence[str]) -> list[NDArray[Any]]:
     Raises:
         ConfigurationError: the file is missing or damaged, lacks a key, or has an array of Python objects.
     """
-    if not path.is_file():
+    if not is_data_file(path):
         raise ConfigurationError(f"data file {path} is missing: check the path after npz:")
     with _blaming(path), zipfile.ZipFile(path) as archive:
         present = {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}

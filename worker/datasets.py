@@ -1,7 +1,6 @@
 """Data sets by name: where their files are, how they are fetched, and the one check that all must pass."""
 
 import difflib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,13 @@ from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
 from protocol.user_function import load_user_function
+from protocol.user_paths import Entry, expanded, look
 from worker.dataset_files import (
     CIFAR_FOLDER,
     CIFAR_TEST_FILE,
     CIFAR_TRAIN_FILES,
     check_label_bytes,
+    is_data_file,
     read_cifar_archive,
     read_cifar_folder,
     read_idx,
@@ -24,7 +25,12 @@ from worker.dataset_files import (
 )
 from worker.definitions import Dataset
 
-log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+def _nobody(text: str) -> None:
+    """Say nothing."""
+
 
 MAX_CLASSES = 1_000_000
 """A larger label is a mistake (an id, a hash) that would cost gigabytes in the model's last layer."""
@@ -42,13 +48,14 @@ IDX_FILES = (
 )
 
 
-def load_dataset(spec: str, data_dir: Path | None) -> Dataset:
+def load_dataset(spec: str, data_dir: Path | None, say: Say = _nobody) -> Dataset:
     """Load and check a data set.
 
     Args:
         spec: `digits`, `mnist`, `fashion_mnist`, `cifar10`, `npz:FILE` or `file.py:function`.
         data_dir: folder with the files of a named data set; handed to a function of the user's as it is, and
             the second place where a relative `npz:FILE` is looked for.
+        say: told where the files of a named data set are.
 
     Returns:
         Arrays that passed `checked`. `digits`: features float32 [N, 8, 8] in 0..1. `mnist` and
@@ -59,7 +66,7 @@ def load_dataset(spec: str, data_dir: Path | None) -> Dataset:
             the arrays are not a data set; the text says which, and what to do.
     """
     if spec in NAMED:
-        dataset = NAMED[spec](data_dir)
+        dataset = NAMED[spec](data_dir, say)
     elif spec.startswith("npz:"):
         dataset = Dataset(*read_npz(_npz_path(spec.removeprefix("npz:"), data_dir), NPZ_KEYS))
     elif ".py:" in spec or spec.endswith(".py"):
@@ -74,8 +81,8 @@ def load_dataset(spec: str, data_dir: Path | None) -> Dataset:
 
 
 def _npz_path(file: str, data_dir: Path | None) -> Path:
-    path = Path(file).expanduser()
-    if data_dir and not path.is_file() and (data_dir / path).is_file():
+    path = expanded(file, "data file")
+    if data_dir and not is_data_file(path) and is_data_file(data_dir / path):
         return data_dir / path
     return path
 
@@ -165,14 +172,17 @@ def _checked_features(candidate: object, key: str, name: str) -> NDArray[Any]:
     return array
 
 
+def _cure(labels: NDArray[Any]) -> str:
+    """Say how labels get one axis: of a single column the largest is always the first, whatever the label is."""
+    if labels.size == len(labels):
+        return "; .reshape(-1) makes them that"
+    return "; one-hot labels become numbers with .argmax(axis=1)" if labels.ndim == 2 and labels.size else ""
+
+
 def _checked_labels(candidate: object, key: str, name: str) -> NDArray[np.int32]:
     array = _checked_array(candidate, key, name)
     if array.ndim != 1:
-        raise _wrong(
-            name,
-            f"{key} has shape {list(array.shape)} instead of one number per example; "
-            f"one-hot labels become numbers with .argmax(axis=1)",
-        )
+        raise _wrong(name, f"{key} has shape {list(array.shape)} instead of one number per example{_cure(array)}")
     if array.dtype.kind not in "iu":
         raise _wrong(name, f"{key} has dtype {array.dtype}; convert whole numbers with .astype(numpy.int32)")
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
@@ -184,7 +194,7 @@ def _checked_labels(candidate: object, key: str, name: str) -> NDArray[np.int32]
 # ---- digits --------------------------------------------------------------------------------------------
 
 
-def _load_digits(data_dir: Path | None) -> Dataset:
+def _load_digits(data_dir: Path | None, say: Say) -> Dataset:
     """Return scikit-learn's digits; of each class, every fifth image in the original order is for testing."""
     try:
         from sklearn.datasets import load_digits
@@ -250,13 +260,13 @@ FASHION_MNIST = IdxSource(
 )
 
 
-def load_idx_dataset(source: IdxSource, data_dir: Path | None) -> Dataset:
+def load_idx_dataset(source: IdxSource, data_dir: Path | None, say: Say = _nobody) -> Dataset:
     """Load MNIST or a data set of the same form, with any number of examples.
 
     Raises:
         ConfigurationError: a file is missing and cannot be fetched, or is not what it should be.
     """
-    paths = _find_idx(source, data_dir)
+    paths = _find_idx(source, data_dir, say)
     arrays: list[NDArray[Any]] = []
     for images_path, labels_path in (paths[:2], paths[2:]):
         images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
@@ -271,13 +281,13 @@ def load_idx_dataset(source: IdxSource, data_dir: Path | None) -> Dataset:
     return Dataset(*arrays)
 
 
-def _find_idx(source: IdxSource, data_dir: Path | None) -> list[Path]:
+def _find_idx(source: IdxSource, data_dir: Path | None, say: Say) -> list[Path]:
     folders = [_existing(data_dir) / folder for folder in source.folders] if data_dir else []
     for folder in (*folders, *source.system_folders):
         found = [_idx_path(folder, name) for name in IDX_FILES]
         paths = [path for path in found if path]
         if len(paths) == len(IDX_FILES):
-            log.info("data set %s: files in %s", source.name, folder)
+            say(f"data set {source.name}: files in {folder}")
             return paths
         if paths:
             missing = [f"{name}.gz" for name, path in zip(IDX_FILES, found, strict=True) if path is None]
@@ -286,25 +296,27 @@ def _find_idx(source: IdxSource, data_dir: Path | None) -> list[Path]:
                 f"get {', '.join(missing)} from {source.url}"
             )
     packed = (f"{name}.gz" for name in IDX_FILES)
-    return _download(source.name, data_dir, source.url, dict(zip(packed, source.sha256, strict=True)))
+    return _download(source.name, data_dir, source.url, dict(zip(packed, source.sha256, strict=True)), say)
 
 
 def _idx_path(folder: Path, name: str) -> Path | None:
     dotted = name.replace("-idx", ".idx")
     candidates = (folder / file for file in (name, f"{name}.gz", dotted, f"{dotted}.gz"))
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if is_data_file(path)), None)
 
 
 # ---- files from elsewhere ------------------------------------------------------------------------------
 
 
 def _existing(data_dir: Path) -> Path:
-    if not data_dir.is_dir():
+    if look(data_dir, "--data-dir") is not Entry.FOLDER:
         raise ConfigurationError(f"--data-dir {data_dir} is not a folder: correct it, or leave it out")
     return data_dir
 
 
-def _download(dataset: str, data_dir: Path | None, base_url: str, sha256: Mapping[str, str]) -> list[Path]:
+def _download(
+    dataset: str, data_dir: Path | None, base_url: str, sha256: Mapping[str, str], say: Say
+) -> list[Path]:
     """Return the files from the user's cache, in order; those that are not there or differ are downloaded."""
     where = f"in {data_dir}" if data_dir else "on this machine"
     elsewhere = f"or get {', '.join(sha256)} from {base_url} and give the folder with --data-dir"
@@ -333,6 +345,7 @@ def _download(dataset: str, data_dir: Path | None, base_url: str, sha256: Mappin
             raise ConfigurationError(
                 f"{missing}, and the download has another checksum than it should have: try again, {elsewhere}"
             ) from error
+    say(f"data set {dataset}: files in {folder}")
     return paths
 
 
@@ -343,24 +356,24 @@ CIFAR_URL = "https://www.cs.toronto.edu/~kriz/"
 CIFAR_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 
 
-def _load_cifar10(data_dir: Path | None) -> Dataset:
+def _load_cifar10(data_dir: Path | None, say: Say) -> Dataset:
     """Return CIFAR-10 from the binary archive or its unpacked folder; the pickled version is never read."""
     for base in [_existing(data_dir) / folder for folder in (".", "cifar10")] if data_dir else []:
         for folder in (base / CIFAR_FOLDER, base):
-            if any((folder / name).is_file() for name in (*CIFAR_TRAIN_FILES, CIFAR_TEST_FILE)):
-                log.info("data set cifar10: files in %s", folder)
+            if any(is_data_file(folder / name) for name in (*CIFAR_TRAIN_FILES, CIFAR_TEST_FILE)):
+                say(f"data set cifar10: files in {folder}")
                 return _cifar_dataset(read_cifar_folder(folder))
-        if (base / CIFAR_ARCHIVE).is_file():
-            log.info("data set cifar10: %s", base / CIFAR_ARCHIVE)
+        if is_data_file(base / CIFAR_ARCHIVE):
+            say(f"data set cifar10: {base / CIFAR_ARCHIVE}")
             return _cifar_dataset(read_cifar_archive(base / CIFAR_ARCHIVE))
     pickled = [data_dir / name for name in ("cifar-10-python.tar.gz", "cifar-10-batches-py")] if data_dir else []
     for path in pickled:
-        if path.exists():
+        if look(path, "data file") is not Entry.NOTHING:
             raise ConfigurationError(
                 f"{path} is the pickled version of CIFAR-10, which is never loaded because that could run code: "
                 f"get {CIFAR_URL}{CIFAR_ARCHIVE}"
             )
-    (path,) = _download("cifar10", data_dir, CIFAR_URL, {CIFAR_ARCHIVE: CIFAR_SHA256})
+    (path,) = _download("cifar10", data_dir, CIFAR_URL, {CIFAR_ARCHIVE: CIFAR_SHA256}, say)
     return _cifar_dataset(read_cifar_archive(path))
 
 
@@ -369,9 +382,9 @@ def _cifar_dataset(parts: tuple[tuple[NDArray[np.uint8], NDArray[np.uint8]], ...
     return Dataset(train_features, train_labels.astype(np.int32), test_features, test_labels.astype(np.int32))
 
 
-NAMED: Mapping[str, Callable[[Path | None], Dataset]] = {
+NAMED: Mapping[str, Callable[[Path | None, Say], Dataset]] = {
     "digits": _load_digits,
-    "mnist": lambda data_dir: load_idx_dataset(MNIST, data_dir),
-    "fashion_mnist": lambda data_dir: load_idx_dataset(FASHION_MNIST, data_dir),
+    "mnist": lambda data_dir, say: load_idx_dataset(MNIST, data_dir, say),
+    "fashion_mnist": lambda data_dir, say: load_idx_dataset(FASHION_MNIST, data_dir, say),
     "cifar10": _load_cifar10,
 }

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,12 +54,13 @@ class FaultySteps:
     steps: int
     classes: int
     sleep: Callable[[float], None] = time.sleep
+    _shards: dict[int, Shard] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, values: NDArray[np.uint8], step: int) -> Computed:
         """Return what is pushed for a step, after the fault's delay."""
 
         def gradient_at(rank: int, corrupt: Corrupt | None) -> Contribution:
-            features, labels = gather(self.dataset, self._shards[rank].batch_ids(step, self.batch_size))
+            features, labels = gather(self.dataset, self._shard_of(rank).batch_ids(step, self.batch_size))
             if corrupt is not None:
                 features, labels = corrupt(features, labels)
             computed = self.trainer.compute(values, features, labels, (self.shard.seed, rank, step))
@@ -73,14 +73,10 @@ class FaultySteps:
             self.sleep(self.fault.delay_s)
         return Spoilt(pushed.loss, pushed.accuracy, self.batch_size, [self._payload(pushed)])
 
-    @cached_property
-    def _shards(self) -> list[Shard]:
-        own = self.shard
-        n_examples = own.sharded_examples + own.trusted_examples
-        return [
-            own if rank == own.rank else Shard.of(n_examples, rank, own.shards, own.seed, own.trusted_examples)
-            for rank in range(own.shards)
-        ]
+    def _shard_of(self, rank: int) -> Shard:
+        if rank not in self._shards:
+            self._shards[rank] = self.shard.of_rank(rank)
+        return self._shards[rank]
 
     def _arrays(self, buffers: list[memoryview]) -> list[NDArray[Any]]:
         """Copy a payload into arrays, one for each variable in the layout's order; bfloat16 becomes float32."""

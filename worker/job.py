@@ -11,23 +11,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.arena import Arena
 from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
 from protocol.injection import Plan
 from protocol.injector import Faults
-from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side
+from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
-from worker.batches import Shard, TrustedBatches
+from protocol.user_function import shortened
+from worker.batches import Shard, TrustedBatches, gather
 from worker.client import Server, Update
-from worker.config import DEFAULT_BATCH_SIZE, WorkerConfig, default_of
+from worker.config import DEFAULT_BATCH_SIZE, MODELS, WorkerConfig, default_of
 from worker.datasets import load_dataset, num_classes
 from worker.definitions import Dataset, Model
 from worker.ensemble import MemberRun, member_seed
 from worker.faults import parse_fault
 from worker.faulty_step import FaultySteps
 from worker.log_format import Speaker
-from worker.loop import StepGradient, WaitLog, evaluate, on_batches, train
+from worker.loop import EVALUATION_BATCH, StepGradient, WaitLog, evaluate, on_batches, train
+from worker.output import Output
 from worker.reconnect import ClientConfig, InitialValues
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 """Which kernels TensorFlow computes with; recorded, not set, for TensorFlow talks of it whenever it is set to 1."""
 
-_say = Speaker(lambda line: print(line, flush=True))
+_write = Output()
+_say = Speaker(_write)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def load_data(config: WorkerConfig) -> Dataset:
         _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
     if config.inject:
         _say(_plan(config).announcement)
-    return load_dataset(config.dataset, config.data_dir)
+    return load_dataset(config.dataset, config.data_dir, _say)
 
 
 def software() -> str:
@@ -93,26 +97,35 @@ def load_tensorflow() -> None:
     """Import TensorFlow; here and not before.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: it is not installed, or does not load.
     """
     if "tensorflow" not in sys.modules:
         _say("loading TensorFlow, which takes some seconds")
     try:
         from worker import graph, models  # noqa: F401 - they are what needs it
-    except ModuleNotFoundError as error:
-        if error.name not in ("tensorflow", "keras", "tf_keras"):
-            raise
-        raise ConfigurationError(
-            f"this worker needs TensorFlow, and {error.name} is not installed: "
+    except Exception as error:  # a build for another CPU, another NumPy or another Python fails in ways of its own
+        raise _not_loaded(error) from error
+
+
+def _not_loaded(error: Exception) -> ConfigurationError:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name in ("tensorflow", "keras", "tf_keras"):
+        return ConfigurationError(
+            f"this worker needs TensorFlow, and {name} is not installed: "
             "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
-        ) from error
+        )
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    said = shortened(lines[-1]) if lines else "no message"
+    return ConfigurationError(f"TensorFlow is installed but cannot be loaded: {type(error).__name__}: {said}")
 
 
 def prepare(config: WorkerConfig, dataset: Dataset) -> Job:
     """Build the model, and say what is remarkable about it."""
     from worker import graph, models
 
-    build = models.load_build(config.model, num_classes(dataset))
+    # A model of the user's counts its classes itself, and may have none.
+    needs_classes = config.model in MODELS or config.fault is not None
+    build = models.load_build(config.model, num_classes(dataset) if needs_classes else 0)
     features = dataset.train_features
     inputs = graph.InputSpec(tuple(features.shape[1:]), features.dtype.name)
     description = graph.describe(build, inputs, legacy_keras=config.legacy_keras)
@@ -120,7 +133,15 @@ def prepare(config: WorkerConfig, dataset: Dataset) -> Job:
         _say(f"remark: {remark}")
     if not description.replayable:
         _say(f"remark: a step computed again may differ: {description.replayable_reason}")
-    return Job(config, dataset, build, inputs, description)
+    job = Job(config, dataset, build, inputs, description)
+    if Role(config.role) is Role.WORKER and _answers(job) is None:
+        _check_evaluate_every(config)  # with logits it could be a member's, which only the server knows
+    return job
+
+
+def _check_evaluate_every(config: WorkerConfig) -> None:
+    if config.evaluate_every != default_of("evaluate_every"):
+        raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
 
 
 def take_part(job: Job, token: str | None) -> int:
@@ -140,8 +161,7 @@ def _train(job: Job, token: str | None) -> int:
             last = _train_member(job, server, server.weighting, trainers)
             _say(f"done at step {last.step}")
             return ExitCode.DONE
-        if config.evaluate_every != default_of("evaluate_every"):
-            raise ConfigurationError("--evaluate-every works only with --role evaluator, or in an ensemble")
+        _check_evaluate_every(config)
         steps_of = _steps_of_validator if Role(config.role) is Role.VALIDATOR else _steps_of_worker
         gradient_of = steps_of(job, server)
         trainers.append(graph.Trainer(job.build, job.inputs, server.layout, agreed.seed, threads=agreed.threads))
@@ -157,6 +177,10 @@ def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "lis
     config, agreed = job.config, server.welcome
     if config.fault is not None:
         raise ConfigurationError("--fault works with a server in mode shared only, and this one trains an ensemble")
+    if config.own_data:
+        raise ConfigurationError(
+            "--own-data works with a server in mode shared only: all members of an ensemble take the same batches"
+        )
     batch_size = config.batch_size or DEFAULT_BATCH_SIZE
     shard = Shard.of(len(job.dataset.train_labels), 0, 1, agreed.seed, config.trusted_examples)
     _say(f"member {agreed.rank} of {agreed.workers}; all take the same batches: {shard.describe(batch_size)}")
@@ -164,8 +188,7 @@ def _train_member(job: Job, server: Server, weighting: Weighting, trainers: "lis
     seed, threads = member_seed(agreed.seed, agreed.rank), agreed.threads
     trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=threads, weighting=weighting)
     trainers.append(trainer)
-    has_test = len(job.dataset.test_labels) > 0
-    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads) if has_test else None
+    tester = graph.Evaluator(job.build, job.inputs, layout, seed, threads=threads)
     return MemberRun(
         server=server,
         trainer=trainer,
@@ -190,11 +213,25 @@ def _answers(job: Job) -> Answers | None:
     return Answers(batch_size, sizes[0], sizes[1], len(job.dataset.test_labels))
 
 
+def shard_of(config: WorkerConfig, n_examples: int, agreed: Welcome) -> Shard:
+    """Return what a worker of this rank trains on: its share of a data set that all have, or all of its own."""
+    if config.own_data:
+        return Shard.own(n_examples, agreed.rank, agreed.seed)
+    return Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
+
+
+def ranks_known(config: WorkerConfig, agreed: Welcome) -> int:
+    """Return the number of ranks, from 0, whose batches this worker could draw: those that have a shard."""
+    if config.own_data:
+        return max(agreed.workers or agreed.shards, agreed.rank + 1)
+    return min(agreed.workers or agreed.shards, agreed.shards)
+
+
 def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], StepGradient]":
     """Find the batches of a rank, before TensorFlow builds anything, and say what they are."""
     config, agreed = job.config, server.welcome
-    n_examples, batch_size = len(job.dataset.train_labels), config.batch_size or DEFAULT_BATCH_SIZE
-    shard = Shard.of(n_examples, agreed.rank, agreed.shards, agreed.seed, config.trusted_examples)
+    batch_size = config.batch_size or DEFAULT_BATCH_SIZE
+    shard = shard_of(config, len(job.dataset.train_labels), agreed)
     _say(shard.describe(batch_size))
     if config.fault is None:
 
@@ -210,7 +247,7 @@ def _steps_of_worker(job: Job, server: Server) -> "Callable[[graph.Trainer], Ste
         dataset=job.dataset,
         shard=shard,
         batch_size=batch_size,
-        workers=min(agreed.workers or agreed.shards, agreed.shards),
+        workers=ranks_known(config, agreed),
         steps=agreed.steps,
         classes=num_classes(job.dataset),
     )
@@ -273,17 +310,55 @@ def _tell_threads(agreed: int, offered: int) -> None:
         _say(f"using {agreed} threads, as recorded for this rank, instead of {offered}")
 
 
+def try_out(job: Job) -> str:
+    """Compute one batch without a server, as this role would; return what came of it, in words.
+
+    Raises:
+        ConfigurationError: it fails; it would have failed in the first step of the run.
+    """
+    from worker import graph
+
+    config, layout = job.config, Layout.of(job.description.manifest)
+    seed, rank = config.seed or 0, config.rank or 0
+    if Role(config.role) is Role.EVALUATOR:
+        evaluator = graph.Evaluator(job.build, job.inputs, layout, seed, threads=config.threads)
+        some = slice(EVALUATION_BATCH)
+        features, labels = job.dataset.test_features[some], job.dataset.test_labels[some]
+        evaluator.evaluate(Arena.zeros(layout).buffer, features, labels, EVALUATION_BATCH)
+        evaluator.close()
+        return f"a batch of {len(labels):,} test examples was evaluated, with every variable 0"
+    trainer = graph.Trainer(job.build, job.inputs, layout, seed, threads=config.threads)
+    arena = Arena.zeros(layout)
+    arena.fill(trainer.initial_values())
+    features, labels = gather(job.dataset, _first_batch(job, seed, rank))
+    computed = trainer.compute(arena.buffer, features, labels, (seed, rank, 0))
+    trainer.close()
+    return f"a batch of {computed.examples:,} was computed at the initial values: loss {computed.loss:.4f}"
+
+
+def _first_batch(job: Job, seed: int, rank: int) -> NDArray[np.int64]:
+    """Return a batch as the role takes it, int64 [B]; how many shards there will be is the server's to say."""
+    config, n_examples = job.config, len(job.dataset.train_labels)
+    if Role(config.role) is Role.VALIDATOR:
+        return TrustedBatches.of(n_examples, config.trusted_examples, config.batch_size, seed).batch_ids(0)
+    own = config.own_data
+    shard = Shard.own(n_examples, rank, seed) if own else Shard.of(n_examples, 0, 1, seed, config.trusted_examples)
+    return shard.batch_ids(0, config.batch_size or DEFAULT_BATCH_SIZE)
+
+
 def print_plan(job: Job) -> int:
-    """Say what a run would need (`--dry-run`); return the exit code."""
+    """Say what a run would need, once a batch was computed (`--dry-run`); return the exit code."""
+    tried = try_out(job)
     layout = Layout.of(job.description.manifest)
-    print(
+    _write(
         f"model {job.config.model} on {job.config.dataset}: "
         f"{len(layout.slots)} variables, {job.description.ops} operations"
     )
     for spec in job.description.manifest.variables:
-        print(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
-    print(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
-    print(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
+        _write(f"  {spec.name:40} {spec.describe()} at byte {layout.by_name[spec.name].offset}")
+    _write(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
+    _write(tried)
+    _write(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
     return ExitCode.DONE
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from protocol.errors import ConfigurationError
+from protocol.errors import ConfigurationError, Interrupted
 from protocol.tensors import FLOATING, ITEM_BYTES, Kind, VariableSpec
-from worker.binding import Bound, BuiltGraph
+from worker.binding import Bound, BuiltGraph, user_complaint
 
 READS = frozenset({"ReadVariableOp", "VarIsInitializedOp", "VariableShape", "ResourceGather", "ResourceGatherNd"})
 PASSES_HANDLE_ON = frozenset({"Identity", "Enter", "RefEnter", "Switch", "Merge", "Exit", "NextIteration"})
@@ -177,7 +177,13 @@ def _is_trainable(item: Bound, built: BuiltGraph) -> bool:
 
 
 def _gradients(loss: Any, trainable: list[Bound]) -> dict[str, Any]:
-    raw = tf.gradients(loss, [item.snapshot for item in trainable])
+    try:
+        raw = tf.gradients(loss, [item.snapshot for item in trainable])
+    except (Interrupted, ConfigurationError):
+        raise
+    except (Exception, SystemExit) as error:  # an op without one, or a custom gradient of the user's
+        text = user_complaint(error) or type(error).__name__
+        raise ConfigurationError(f"the gradient of the loss cannot be computed: {text}") from error
     return {
         item.name: _dense(gradient, item.shape)
         for item, gradient in zip(trainable, raw, strict=True)

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from protocol.certificates import ClientTls
 from protocol.ensemble import MODE, Answers, Weighting, as_member, as_worker
-from protocol.errors import ManifestMismatch, NetworkError, PeerLost, RemoteProtocolError, WeighmasterError
+from protocol.errors import (
+    ConfigurationError,
+    ManifestMismatch,
+    NetworkError,
+    PeerLost,
+    RemoteProtocolError,
+    WeighmasterError,
+)
 from protocol.injector import NONE, Faults
 from protocol.link import HANDSHAKE_S, Link
 from protocol.messages import AUTO_RANK, NONCE_BYTES, Hello, Kind, Offer, Role, Side, Welcome
@@ -128,6 +135,7 @@ class Caller:
         Raises:
             PeerLost: it could not be reached in time, or what came back is another run.
             Refused: it said no.
+            ConfigurationError: what this client would say of itself cannot be said.
         """
         config, returns = self._config, self.is_known
         began = told_at = time.monotonic()
@@ -156,18 +164,8 @@ class Caller:
 
     def _shake_hands(self, deadline: Deadline) -> Link:
         config, self._held = self._config, False
+        hello, offer = self._introduction()
         link = Link(self._open(min(deadline.left_s, ATTEMPT_S)), Side.WORKER, HANDSHAKE_S)
-        hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, os.urandom(NONCE_BYTES))
-        answers = config.answers
-        offer = Offer(self._manifest.to_wire(), self._threads, config.seed, software=config.software)
-        if answers is not None:
-            offer = replace(
-                offer,
-                examples=answers.examples,
-                classes=answers.classes,
-                logits_dtype=answers.dtype,
-                test_examples=answers.test_examples,
-            )
         try:
             link.secure(Deadline(HANDSHAKE_S))
             self._agree(link, shake_hands(link, hello, offer, config.token, self._hold))
@@ -176,6 +174,28 @@ class Caller:
             link.abort()
             link.close()
             raise
+
+    def _introduction(self) -> tuple[Hello, Offer]:
+        """Say who this is and what it holds, before there is a connection.
+
+        Raises:
+            ConfigurationError: what the user gave is beyond the protocol's limits.
+        """
+        config, answers, nonce = self._config, self._config.answers, os.urandom(NONCE_BYTES)
+        try:
+            hello = Hello(self._name, self._host, self._rank, config.role, self._incarnation, nonce)
+            offer = Offer(self._manifest.to_wire(), self._threads, config.seed, software=config.software)
+            if answers is not None:
+                offer = replace(
+                    offer,
+                    examples=answers.examples,
+                    classes=answers.classes,
+                    logits_dtype=answers.dtype,
+                    test_examples=answers.test_examples,
+                )
+        except ValueError as error:
+            raise ConfigurationError(f"this worker cannot introduce itself to a server: {error}") from error
+        return hello, offer
 
     def _open(self, timeout_s: float) -> Channel:
         config = self._config
@@ -204,7 +224,10 @@ class Caller:
             self.weighting = _weighting_of(welcome)
             if answers is None:
                 raise RemoteProtocolError("the server takes this worker for a member, which it did not offer to be")
-            ours = as_member(ours, welcome.rank)
+            try:
+                ours = as_member(ours, welcome.rank)
+            except ValueError as error:
+                raise ConfigurationError(f"this worker can be no member of an ensemble: {error}") from error
             sides, payloads = answers.push_sides(self.weighting), answers.payloads(self.weighting)
         ours.check_same_variables(manifest, "this worker", "the server")
         if welcome.mode == MODE:

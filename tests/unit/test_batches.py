@@ -191,6 +191,52 @@ def test_describe_says_share_batches_and_trusted():
     assert "trusted" not in Shard.of(2, 0, 2, 1, 0).describe(1)
 
 
+@given(st.integers(1, 60), st.integers(0, 9), SEEDS, st.data())
+def test_own_data_is_taken_as_a_whole_once_in_a_pass(n, rank, seed, data):
+    """No example is left to other ranks or held out, and the batch is a function of (seed, rank, step)."""
+    shard, batch_size = Shard.own(n, rank, seed), data.draw(st.integers(1, n))
+    assert sorted(shard.ids.tolist()) == list(range(n))
+    steps = range(shard.batches_per_pass(batch_size))
+    taken = [Shard.own(n, rank, seed).batch_ids(step, batch_size).tolist() for step in steps]
+    assert taken == [shard.batch_ids(step, batch_size).tolist() for step in steps]
+    flat = [example for batch in taken for example in batch]
+    assert len(flat) == len(set(flat)) == n // batch_size * batch_size
+
+
+def test_two_with_data_of_their_own_do_not_take_examples_in_step():
+    """Data sets of one size at two ranks are taken in two orders, in the first pass and in later ones."""
+    orders = {tuple(Shard.own(50, rank, 1).batch_ids(pass_, 50)) for rank in range(3) for pass_ in range(2)}
+    assert len(orders) == 6
+
+
+def test_the_shard_of_another_rank_is_of_the_same_data():
+    """Of a common data set the other's share; of own data what the other would take of it."""
+    shared, own = Shard.of(60, 1, 3, 5, 6), Shard.own(60, 1, 5)
+    assert shared.of_rank(1) is shared and own.of_rank(1) is own
+    assert shared.of_rank(2).batch_ids(3, 4).tolist() == Shard.of(60, 2, 3, 5, 6).batch_ids(3, 4).tolist()
+    assert own.of_rank(2).batch_ids(3, 4).tolist() == Shard.own(60, 2, 5).batch_ids(3, 4).tolist()
+
+
+def test_what_own_data_cannot_give_is_refused():
+    """Neither other shards nor fewer workers would help, and none is spoken of."""
+    with pytest.raises(ConfigurationError, match="seed -1 is out of range"):
+        Shard.own(10, 0, -1)
+    with pytest.raises(ConfigurationError) as caught:
+        Shard.own(10, 4, 0).describe(11)
+    assert str(caught.value) == (
+        "a batch of 11 is larger than the own data of rank 4, which has 10 training examples: "
+        "lower --batch-size to 10 or less or bring more data"
+    )
+
+
+def test_describe_says_that_data_is_its_own():
+    shard = Shard.own(1000, 2, 1)
+    first = ", ".join(map(str, shard.ids[:3].tolist()))
+    assert shard.describe(32) == (
+        f"rank 2: all 1,000 training examples of a data set of its own, 31 batches of 32 a pass; first ids {first}"
+    )
+
+
 def test_gather_copies_the_rows_of_the_batch():
     """Features and labels of the ids, contiguous, and independent of the data set's memory."""
     features = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)

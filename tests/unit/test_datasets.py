@@ -17,8 +17,10 @@ import pytest
 import worker.dataset_files as dataset_files
 import worker.datasets as datasets
 from protocol.errors import ConfigurationError
+from protocol.log_lines import recognise
 from worker.datasets import FASHION_MNIST, IDX_FILES, checked, load_dataset, load_idx_dataset, num_classes
 from worker.definitions import Dataset
+from worker.log_format import EVENTS
 
 IMAGES, LABELS = IDX_FILES[:2]
 
@@ -79,6 +81,20 @@ def test_idx_files_are_read(tmp_path, name, packed, below):
     assert dataset.train_labels.tolist() == labels(12).tolist()
     assert dataset.train_labels.dtype == dataset.test_labels.dtype == np.int32
     assert num_classes(dataset) == 10
+
+
+def test_where_the_files_of_a_named_data_set_are_is_said(tmp_path):
+    """In the words of the event of that name."""
+    said = []
+    write_idx_files(tmp_path / "mnist")
+    load_dataset("mnist", tmp_path, said.append)
+    write_tar(tmp_path / "cifar-10-binary.tar.gz", cifar_members())
+    load_dataset("cifar10", tmp_path, said.append)
+    assert said == [
+        f"data set mnist: files in {tmp_path / 'mnist'}",
+        f"data set cifar10: {tmp_path / 'cifar-10-binary.tar.gz'}",
+    ]
+    assert {recognise(text, EVENTS)[0] for text in said} == {"data_set"}
 
 
 def test_names_with_a_dot_are_found_too(tmp_path):
@@ -223,6 +239,35 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", deny)
     assert f"data file {tmp_path / IMAGES} cannot be read: Permission denied" in refused("mnist", tmp_path)
+
+
+LONG = "n" * 300
+
+
+def test_a_path_that_cannot_be_looked_at_is_one_sentence(tmp_path, monkeypatch):
+    """A name that is too long, a home that nobody has, a folder that may not be entered, a circle of links."""
+    monkeypatch.chdir(tmp_path)
+    assert f"data file {LONG} cannot be used: File name too long" in refused(f"npz:{LONG}")
+    assert f"--data-dir {LONG} cannot be used: File name too long" in refused("mnist", Path(LONG))
+    assert "~nobody-of-this-name/x.npz cannot be used: its ~" in refused("npz:~nobody-of-this-name/x.npz")
+    assert "--dataset ~nobody-of-this-name/x.py cannot be used" in refused("~nobody-of-this-name/x.py:load")
+    assert "cannot be used" in refused(f"{LONG}.py:load")
+    (tmp_path / "circle.py").symlink_to("circle.py")
+    assert "--dataset circle.py:load cannot be used" in refused("circle.py:load")
+    real_stat = Path.stat
+
+    def deny(path, **options):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", deny)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    for spec in ("mnist", "fashion_mnist", "cifar10"):
+        assert f"data file {closed}" in refused(spec, closed)
+    assert "closed/x.npz cannot be used: Permission denied" in refused("npz:closed/x.npz")
+    assert "closed/x.py cannot be used: Permission denied" in refused("closed/x.py:load")
 
 
 # ---- download ------------------------------------------------------------------------------------------
@@ -571,6 +616,24 @@ def test_npz_missing_or_damaged(tmp_path):
     assert "data file x.npz is damaged" in refused("npz:x.npz")
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_whatever_byte_of_an_npz_is_damaged_it_is_one_sentence(tmp_path, save):
+    """Each byte in turn, in several ways: the file is read, or refused by name; nothing else is raised."""
+    path = tmp_path / "x.npz"
+    save(path, a=np.arange(3))
+    content = path.read_bytes()
+    refusals = 0
+    for position, byte in enumerate(content):
+        for changed in (byte ^ 0xFF, byte ^ 1, 14):
+            path.write_bytes(content[:position] + bytes([changed]) + content[position + 1 :])
+            try:
+                dataset_files.read_npz(path, ["a"])
+            except ConfigurationError as error:
+                refusals += 1
+                assert str(path) in str(error) and str(error).isprintable()
+    assert refusals > len(content)
+
+
 def npy(header, data=b""):
     header = header.encode().ljust(117) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
@@ -708,6 +771,12 @@ BAD_ARRAYS = {
     "complex": ({"train_features": np.ones((6, 2), complex)}, "train_features has dtype complex128"),
     "fewer labels": ({"train_labels": np.arange(5)}, "train_features has 6 examples, train_labels 5"),
     "one-hot": ({"train_labels": np.eye(6, dtype=int)}, "instead of one number per example; one-hot"),
+    "one column": ({"train_labels": np.arange(6)[:, None]}, "one number per example; .reshape(-1) makes them that"),
+    "column of columns": ({"train_labels": np.zeros((6, 1, 1), int)}, "; .reshape(-1) makes them that"),
+    "two columns": (
+        {"train_labels": np.eye(6, 2, dtype=int)},
+        "one-hot labels become numbers with .argmax(axis=1)",
+    ),
     "float labels": ({"test_labels": np.ones(2)}, "test_labels has dtype float64"),
     "bool labels": ({"test_labels": np.ones(2, bool)}, "test_labels has dtype bool"),
     "negative": ({"train_labels": np.array([0, 1, 2, 3, -4, 5])}, "train_labels contains -4"),
@@ -729,6 +798,13 @@ def test_arrays_that_are_no_data_set_are_refused(case):
         checked(small(**changes), "mine")
     assert str(caught.value).startswith("data set mine cannot be used: ")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 2), (6, 0)])
+def test_labels_that_no_advice_mends_get_none(shape):
+    """An advice that would give the data other labels, or fail, is worse than none."""
+    with pytest.raises(ConfigurationError, match=r"instead of one number per example$"):
+        checked(small(train_labels=np.zeros(shape, int)), "mine")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

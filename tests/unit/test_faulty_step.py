@@ -62,13 +62,13 @@ class Trainer:
         return Result(1.5, 0.5, len(labels), [whole[:64].data, whole[64:].data])
 
 
-def steps_of(text, rank=1, sleep=None):
+def steps_of(text, rank=1, sleep=None, shard=None):
     return FaultySteps(
         fault=parse_fault(text),
         trainer=Trainer(),
         layout=LAYOUT,
         dataset=DATASET,
-        shard=Shard.of(60, rank, WORKERS, SEED, 6),
+        shard=shard or Shard.of(60, rank, WORKERS, SEED, 6),
         batch_size=BATCH,
         workers=WORKERS,
         steps=10,
@@ -134,6 +134,14 @@ def test_faults_about_others_use_the_batches_of_their_ranks():
     everyone = np.stack([honest(rank)[0] for rank in range(WORKERS)])
     assert arrays["w"] == pytest.approx(everyone.mean(axis=0) - 2 * everyone.std(axis=0), rel=1e-6)
     assert steps.trainer.draws == [(SEED, rank, 2) for rank in range(WORKERS)]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_works_on_data_of_its_own(name):
+    """Batches of others, which it does not have, are what those ranks would take of this data."""
+    steps = steps_of(name, rank=2, shard=Shard.own(60, 2, SEED))
+    pushed_by(steps)
+    assert {draw[0] for draw in steps.trainer.draws} == {SEED}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -16,6 +16,7 @@ from protocol.arena import Arena
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import Kind, Layout, SideSpec
 from worker import Model, binding
+from worker.binding import user_complaint
 from worker.graph import Evaluator, InputSpec, Trainer, describe, draw_key
 from worker.models import MODELS, draw_seed
 
@@ -502,7 +503,36 @@ def optimizes(features, labels, weights):
     return model
 
 
-OUTSIDE = None
+def of_another_graph():
+    with tf.Graph().as_default():
+        return tf.constant(1.0)
+
+
+def no_gradient(features, labels, weights):
+    images = tf.reshape(features @ weights, [-1, 1, 3, 1])
+    return Model(loss=tf.reduce_mean(tf.image.resize(images, [1, 2], method="area")))
+
+
+def gradient_that(error):
+    @tf.custom_gradient
+    def identity(values):
+        def gradient(upstream):
+            raise error
+
+        return values, gradient
+
+    return identity
+
+
+def gradient_fails(features, labels, weights):
+    return Model(loss=tf.reduce_mean(gradient_that(ValueError("mine"))(features @ weights)))
+
+
+def gradient_exits(features, labels, weights):
+    return Model(loss=tf.reduce_mean(gradient_that(SystemExit())(features @ weights)))
+
+
+OUTSIDE = EAGER = None
 
 
 def eager(features, labels, weights):
@@ -524,6 +554,19 @@ def eager(features, labels, weights):
         (weights_and(raises), r"'build' raised KeyError: 'the thing'"),
         (weights_and(optimizes), "the server applies the optimizer"),
         (weights_and(eager), "made outside it"),
+        (weights_and(lambda f, y, w: Model(loss=EAGER)), "loss was made outside the build function"),
+        (
+            weights_and(lambda f, y, w: Model(loss=tf.reduce_sum(w), regularization=EAGER)),
+            "regularization was made outside the build function",
+        ),
+        (
+            weights_and(lambda f, y, w: Model(loss=tf.reduce_sum(w), logits=EAGER)),
+            "logits was made outside the build function",
+        ),
+        (weights_and(lambda f, y, w: Model(loss=of_another_graph())), r"loss \(.*\) belongs to another graph"),
+        (weights_and(no_gradient), "gradient of the loss cannot be computed: .*ResizeArea"),
+        (weights_and(gradient_fails), "gradient of the loss cannot be computed: mine"),
+        (weights_and(gradient_exits), "gradient of the loss cannot be computed: SystemExit"),
         (weights_and(lambda f, y, w: tf.reduce_sum(w)), r"must return worker.Model\(loss=...\), not"),
         (weights_and(lambda f, y, w: Model(loss=3.0)), "loss must be a tensor, not float"),
         (weights_and(lambda f, y, w: Model(loss=f @ w)), r"loss must be float \[B\] per example or a scalar"),
@@ -542,8 +585,83 @@ def eager(features, labels, weights):
 )
 def test_refusals_name_the_thing(build, says, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "OUTSIDE", tf.Variable(1.0))
+    monkeypatch.setattr(sys.modules[__name__], "EAGER", tf.constant(1.0))
     with pytest.raises(ConfigurationError, match=says):
         describe(build, VECTOR)
+
+
+def multiplying_layer():
+    import keras
+
+    class Multiplies(keras.layers.Layer):
+        def call(self, inputs):
+            return tf.matmul(inputs, tf.zeros([7, 3]))
+
+    return Multiplies()
+
+
+def multiplies_in_keras(features, labels, weights):
+    return softmax_loss(labels, multiplying_layer()(features))
+
+
+def multiplies_in_a_function(features, labels, weights):
+    @tf.function
+    def product(inputs):
+        return tf.matmul(inputs, tf.zeros([7, 3]))
+
+    return softmax_loss(labels, product(features))
+
+
+def multiplies_in_keras_in_a_function(features, labels, weights):
+    layer = multiplying_layer()
+    return softmax_loss(labels, tf.function(lambda inputs: layer(inputs))(features))
+
+
+def raises_in_a_function(features, labels, weights):
+    @tf.function
+    def fails(inputs):
+        raise KeyError("two\n\nparagraphs")
+
+    return fails(features)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (multiplies_in_keras, "raised ValueError: Dimensions must be equal, but are 4 and 7 for "),
+        (multiplies_in_a_function, "raised ValueError: Dimensions must be equal, but are 4 and 7 for "),
+        (multiplies_in_keras_in_a_function, "raised ValueError: Dimensions must be equal, but are 4 and 7 for "),
+        (raises_in_a_function, "raised KeyError: 'two"),
+    ],
+)
+def test_a_reason_is_told_whatever_keras_and_autograph_wrap_round_it(build, says):
+    with pytest.raises(ConfigurationError) as caught:
+        describe(weights_and(build), VECTOR)
+    sentence = str(caught.value)
+    assert says in sentence
+    assert sentence.isprintable(), "one line without colours"
+    assert "Arguments received" not in sentence and "user code" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("plain", "plain"),
+        ("two\nlines  of it", "two lines of it"),
+        ("", ""),
+        ("in user code:", "in user code:"),
+        ("Exception encountered when calling L.call().", "Exception encountered when calling L.call()."),
+        (
+            'Exception encountered when calling layer "l" (type L).\n\nWrong\nshape.\n\n'
+            'Call arguments received by layer "l" (type L):\n  x',
+            "Wrong shape.",
+        ),
+        ("Exception encountered when calling L.call().\n\n\x1b[1mWrong.\x1b[0m", "Wrong."),
+        ("x" * 2000, "x" * 500),
+    ],
+)
+def test_what_is_wrapped_in_another_way_is_told_as_it_is(text, said):
+    assert user_complaint(ValueError(text)) == said
 
 
 def test_a_build_function_that_makes_other_variables_the_second_time_is_refused():

@@ -15,7 +15,7 @@ from worker.handshake import shake_hands
 HELLO = Hello("anna", "host", AUTO_RANK, Role.WORKER, 1, bytes(NONCE_BYTES))
 OFFER = Offer(Manifest.of({"w": np.zeros(1, np.float32)}).to_wire(), 1)
 CLOSED = ConnectionLost("127.0.0.1:22 closed the connection")
-SILENT = PeerSilent("127.0.0.1:22 has been silent for 10 s in mid-transfer")
+SILENT = PeerSilent("127.0.0.1:22 has been silent for 10 s")
 
 
 class Answering:

@@ -5,10 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from protocol.errors import NetworkError, PeerLost
+from protocol.ensemble import Answers
+from protocol.errors import ConfigurationError, NetworkError, PeerLost, Refused
+from protocol.messages import MAX_RANK
 from protocol.tensors import Manifest
 from protocol.transport import Address
 from worker import reconnect
+from worker.client import connect
 from worker.reconnect import FIRST_PAUSE_S, HOPEFUL_S, LONG_PAUSE_S, SHORT_PAUSE_S, Caller, ClientConfig, pause_s
 
 ADDRESS = Address("ps.example", 5014)
@@ -88,6 +91,38 @@ def test_pauses_double_and_one_that_is_away_for_long_is_called_less_often(monkey
     soon = np.array(away.attempts[:-1]) - away.attempts[0] < HOPEFUL_S
     assert pauses[soon].max() == pytest.approx(SHORT_PAUSE_S)
     assert pauses[~soon].min() == pytest.approx(LONG_PAUSE_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": MAX_RANK + 1}, "Hello.rank cannot be 65536"),
+        ({"rank": -2}, "Hello.rank cannot be -2"),
+        ({"name": "n" * 129}, "Hello.name cannot be 'nnn"),
+        ({"name": "two\nlines"}, "Hello.name cannot be"),
+        ({"threads": 0}, "Offer.threads cannot be 0"),
+        ({"seed": -1}, "Offer.seed cannot be -1"),
+        ({"answers": Answers(2**31, 3)}, "Offer.examples cannot be 2147483648"),
+        ({"role": "tester"}, "'tester' is not a valid Role"),
+        ({"state": ["x"]}, "state variable 'x' is not among the variables"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_cannot_be_said_is_a_sentence_before_anybody_is_called(monkeypatch, options, said):
+    monkeypatch.setattr(reconnect, "open_channel", lambda *_: pytest.fail("the server was called"))
+    with pytest.raises(ConfigurationError, match=said):
+        connect(str(ADDRESS), {"w": np.zeros(1)}, **options)
+
+
+def test_the_largest_that_can_be_said_is_said(monkeypatch):
+    """With it the server is called."""
+
+    def called(*_):
+        raise Refused("full", "called")
+
+    monkeypatch.setattr(reconnect, "open_channel", called)
+    with pytest.raises(Refused, match="called"):
+        connect(str(ADDRESS), {"w": np.zeros(1)}, rank=MAX_RANK, name="n" * 128, threads=4096, seed=2**63 - 1)
 
 
 def test_many_clients_do_not_come_back_at_one_moment():

@@ -187,6 +187,16 @@ def test_a_silent_peer_ends_a_receive(pair):
     assert pair[0].peer in str(caught.value)
 
 
+def test_only_silence_within_a_frame_is_one_in_mid_transfer():
+    """Who waits for a frame of which nothing has come yet is told that the peer is silent, and no more."""
+    waits = Patience(0, silence_s=0.0, has_begun=False)
+    with pytest.raises(PeerSilent, match=r"^h:1 has been silent for 0 s$"):
+        waits.check("h:1")
+    waits.moved()
+    with pytest.raises(PeerSilent, match=r"^h:1 has been silent for 0 s in mid-transfer$"):
+        waits.check("h:1")
+
+
 def test_a_peer_that_takes_nothing_ends_a_send(pair):
     with pytest.raises(PeerSilent):
         pair[0].send([bytes(64 * MEGABYTE)], Patience(64 * MEGABYTE, silence_s=0.01))

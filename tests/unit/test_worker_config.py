@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
-from protocol.messages import Role
+from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Role
 from protocol.transport import Address, parse_address
 from tests.unit.authority import Authority
 from worker.command_line import build_command, execute, parse
@@ -68,6 +68,7 @@ def test_options_not_given_are_the_fields_defaults() -> None:
         data_dir=None,
         batch_size=None,
         trusted_examples=100,
+        own_data=False,
         threads=available_cpus(),
         legacy_keras=False,
         seed=None,
@@ -112,7 +113,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "congestion_control": "cubic",
         "dry_run": True,
     }
-    assert given.keys() | {"ps", "rank", "fault", "inject", "tls_fingerprint"} == {
+    assert given.keys() | {"ps", "rank", "fault", "inject", "tls_fingerprint", "own_data"} == {
         field.name for field in dataclasses.fields(WorkerConfig)
     }
     monkeypatch.setenv("WEIGHMASTER_PS", "[::1]:9")
@@ -123,6 +124,8 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WEIGHMASTER_EVALUATE_EVERY")
     monkeypatch.setenv("WEIGHMASTER_RANK", "4")
     monkeypatch.setenv("WEIGHMASTER_FAULT", "scale:-10")
+    monkeypatch.setenv("WEIGHMASTER_OWN_DATA", "1")
+    assert parse([]).own_data and not parse(["--no-own-data"]).own_data
     assert (parse([]).rank, parse([]).fault) == (4, "scale:-10")
     monkeypatch.delenv("WEIGHMASTER_TLS_CA")
     monkeypatch.setenv("WEIGHMASTER_TLS_FINGERPRINT", "ab" * 32)
@@ -223,8 +226,30 @@ def test_a_malformed_tf_config_is_one_sentence(
     assert error.startswith("weighmaster-worker: TF_CONFIG ")
     assert reason in error
     assert error.count("\n") == 1
-    complete = ["--ps", "h:1", "--rank", "0", "--role", "worker"]
-    assert execute(build_command(ignore), complete) == 0, "nothing is asked of TF_CONFIG"
+    for complete in (["--rank", "0"], ["--rank", "auto"], ["--role", "validator"], ["--role", "evaluator"]):
+        assert execute(build_command(ignore), ["--ps", "h:1", *complete]) == 0, "nothing is asked of TF_CONFIG"
+
+
+@pytest.mark.parametrize("job", ["evaluator", "master", "ps", "chief"])
+def test_a_given_rank_is_a_workers_whatever_task_tf_config_has(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the address is asked of it, and of what is not asked for nothing need be right."""
+    monkeypatch.setenv("TF_CONFIG", tf_config(CLUSTER, job, 7))
+    told = parse(["--rank", "1"])
+    assert (told.ps, told.rank, told.role) == (Address("ps.example", 7000), 1, "worker")
+    monkeypatch.setenv("TF_CONFIG", tf_config({"ps": ["a:1", "b:1"]}, "worker", 1))
+    assert (parse(["--ps", "h:1"]).ps, parse(["--ps", "h:1"]).rank) == (Address("h", 1), 1)
+
+
+def test_what_does_not_go_with_the_role_of_tf_config_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config(CLUSTER, "evaluator"))
+    with pytest.raises(
+        ConfigurationError, match=r"--fault and --role evaluator exclude .*; the role is TF_CONFIG's"
+    ):
+        parse(["--fault", "zero"])
+    with pytest.raises(ConfigurationError, match=r"leave one out$"):
+        parse(["--fault", "zero", "--role", "evaluator"])
+    with pytest.raises(ConfigurationError, match=r"not 0$"):
+        parse(["--batch-size", "0"])
 
 
 @pytest.mark.parametrize(
@@ -259,6 +284,9 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         (["--fault", "zero:1"], ["--fault zero:1", "no number"]),
         (["--fault", "scale", "--role", "validator"], ["--fault", "--role validator"]),
         (["--fault", "scale", "--role", "evaluator"], ["--fault", "--role evaluator"]),
+        (["--own-data", "--role", "validator"], ["--own-data", "--role validator", "--trusted-examples 0"]),
+        (["--own-data", "--role", "evaluator"], ["--own-data", "--role evaluator"]),
+        (["--own-data", "--trusted-examples", "50"], ["--own-data and --trusted-examples exclude"]),
         (["--rank", "-1"], ["--rank", "-1"]),
         (["--rank", "first"], ["--rank", "first"]),
         (["--ps", "nowhere"], ["--ps", "nowhere"]),
@@ -296,6 +324,16 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
         assert name in output.err
     with pytest.raises(ConfigurationError):
         parse(arguments)
+
+
+def test_the_highest_rank_is_the_protocols() -> None:
+    assert WorkerConfig(rank=MAX_RANK).rank == MAX_RANK
+    with pytest.raises(ConfigurationError, match=f"--rank must be from 0 to {MAX_RANK}, not {MAX_RANK + 1}"):
+        WorkerConfig(rank=MAX_RANK + 1)
+    longest = "n" * MAX_NAME_CHARACTERS
+    assert WorkerConfig(name=longest).name == longest
+    with pytest.raises(ConfigurationError, match="--name must be 1 to 128 printable"):
+        WorkerConfig(name=longest + "n")
 
 
 def test_roles_are_those_of_the_protocol() -> None:

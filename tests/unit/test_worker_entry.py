@@ -1,13 +1,18 @@
 """How a worker's process begins: what it calls itself, and that a signal which comes early is one sentence."""
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from unittest.mock import Mock
 
 import pytest
 
 import worker.__main__
+from protocol.errors import Interrupted
 from worker import command_line
 from worker.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
 
@@ -95,3 +100,57 @@ def test_the_scripts_tell_what_was_typed() -> None:
     """What the environment is to say is spelled alike on both sides."""
     for name in ("launch_worker.sh", "train.sh"):
         assert f"export {STARTED_AS}=" in (ROOT / "scripts" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (
+            'raise ImportError("Traceback:\\n...\\nImportError: libx.so.2: cannot open\\n\\n")',
+            "TensorFlow is installed but cannot be loaded: ImportError: ImportError: libx.so.2: cannot open",
+        ),
+        (
+            "import numpy; numpy.no_such",
+            "TensorFlow is installed but cannot be loaded: AttributeError: module 'numpy'",
+        ),
+        ("raise TypeError", "TensorFlow is installed but cannot be loaded: TypeError: no message"),
+        ("import no_such_module", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import keras_of_mine", "cannot be loaded: ModuleNotFoundError: No module named 'keras_of_mine'"),
+        ("raise ModuleNotFoundError('x', name='keras')", "needs TensorFlow, and keras is not installed"),
+    ],
+)
+def test_a_tensorflow_that_does_not_load_is_one_sentence(tmp_path: Path, module: str, words: str) -> None:
+    (tmp_path / "tensorflow.py").write_text(module)
+    done = subprocess.run(
+        [sys.executable, "-m", "worker", "--dry-run"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("handler", [worker.__main__._interrupt, worker.__main__._leave])
+def test_a_second_signal_does_not_break_into_the_leave_that_the_first_one_takes(
+    monkeypatch: pytest.MonkeyPatch, handler: Callable[[int, FrameType | None], None]
+) -> None:
+    def ends(interrupted: Interrupted) -> None:
+        raise interrupted
+
+    monkeypatch.setattr(worker.__main__, "_exit", ends)
+    monkeypatch.setattr(worker.__main__.threading, "Timer", Mock())
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in both]
+    try:
+        with pytest.raises(Interrupted, match="interrupted by SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+        for number in both:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        for number, earlier in zip(both, before, strict=True):
+            signal.signal(number, earlier)
