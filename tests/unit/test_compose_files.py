@@ -74,6 +74,20 @@ def test_a_build_sends_no_secret_to_the_engine() -> None:
     assert sent == {"pyproject.toml", "README.md", "LICENSE", "protocol", "ps", "worker"}
 
 
+def test_the_file_of_variables_is_nobody_elses() -> None:
+    """It is read at every command, so it stays in the checkout; it is neither committed nor part of an image."""
+    assert "/.env" in (ROOT / ".gitignore").read_text().split()
+    assert not any(line.startswith("!") and ".env" in line for line in (ROOT / ".dockerignore").read_text().split())
+
+
+def test_no_variable_is_given_before_a_command() -> None:
+    """The next command would not have it, and would make the container anew with the default."""
+    variables = set(re.findall(r"\$\{([A-Z_]+)", COMPOSE))
+    for page in (COMPOSE, (ROOT / "README.md").read_text(), (ROOT / "docs/OPERATIONS.md").read_text()):
+        given = re.findall(r"\b([A-Z_]+)=\S+ (?:[A-Z_]+=\S+ )*docker[ -]compose", page)
+        assert not variables & set(given)
+
+
 def test_no_builder_of_the_newest_kind_is_needed() -> None:
     """The classic builder, which old engines have, knows neither mounts nor heredocs."""
     assert "--mount" not in DOCKERFILE
