@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
+from protocol.extras import installing
 from protocol.user_function import load_user_function
 from worker.dataset_files import (
     CIFAR_FOLDER,
@@ -190,8 +191,7 @@ def _load_digits(data_dir: Path | None) -> Dataset:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigurationError(
-            "data set digits is part of scikit-learn, which is not installed: "
-            "run pip install 'weighmaster[datasets]'"
+            f"data set digits is part of scikit-learn, which is not installed: run {installing('datasets')}"
         ) from error
     bunch = load_digits()
     features = (bunch.images / 16).astype(np.float32)
@@ -313,7 +313,7 @@ def _download(dataset: str, data_dir: Path | None, base_url: str, sha256: Mappin
     except ImportError as error:
         raise ConfigurationError(
             f"data set {dataset} is not {where}, and pooch, which downloads it, is not installed: "
-            f"run pip install 'weighmaster[datasets]', {elsewhere}"
+            f"run {installing('datasets')}, {elsewhere}"
         ) from error
     folder = Path(pooch.os_cache("weighmaster")) / dataset
     paths: list[Path] = []

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from protocol.ensemble import Answers, Weighting
 from protocol.errors import ConfigurationError, ExitCode
+from protocol.extras import installing
 from protocol.injection import Plan
 from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side
@@ -104,7 +105,7 @@ def load_tensorflow() -> None:
             raise
         raise ConfigurationError(
             f"this worker needs TensorFlow, and {error.name} is not installed: "
-            "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
+            f"{installing('tensorflow')}; [tensorflow-cpu] is the CPU build"
         ) from error
 
 

@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 
+from protocol.extras import installing
 from ps.command_line import build_command as build_ps
 from worker.command_line import build_command as build_worker
 
@@ -47,6 +49,34 @@ def test_it_can_be_started_and_stops_at_an_error(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
+
+
+@pytest.mark.parametrize("kind", ["core", "worker", "dev"])
+def test_no_option_of_the_server_lacks_what_it_needs(kind: str) -> None:
+    """Every environment that the scripts make has the metrics and TensorBoard's writer; train.sh's is `worker`."""
+    program = f"source {SOURCED}; _extras {kind}"
+    told = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(told.strip("[]\n").split(","))
+    assert named <= set(groups)
+    needs = {need for name in named for need in groups[name]}
+    if "dev" in named:
+        (whole,) = groups["dev"]
+        named = set(re.split(r"[\[\],]", whole)[1:-1])
+        needs = {need for name in named for need in groups[name]}
+    assert needs >= {*groups["metrics"], *groups["tensorboard"]}
+    assert (kind == "core") != (needs >= set(groups["datasets"]))
+
+
+def test_what_is_advised_is_a_group_that_there_is() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [path for folder in ("protocol", "ps", "worker") for path in (ROOT / folder).glob("*.py")]
+    advised = {name for path in files for name in re.findall(r"installing\('(\w+)'\)", path.read_text())}
+    assert advised == {"datasets", "metrics", "tensorboard", "tensorflow"}
+    assert advised <= set(groups)
+    for name in advised:
+        assert f"'weighmaster[{name}]'" in installing(name)
+        assert f".venv/bin/pip install -e '.[{name}]'" in installing(name)
 
 
 def test_shellcheck_finds_nothing() -> None:
