@@ -1,10 +1,16 @@
 """docs/OPERATIONS.md tells every option, variable, event and exit code that there is, and nothing else."""
 
 import configparser
+import contextlib
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+from pathlib import Path
 
+import psutil
 import pytest
 
 from protocol.errors import ExitCode
@@ -117,13 +123,52 @@ def test_the_commands_are_read_by_the_programs() -> None:
 def test_tokens_are_made_as_it_says() -> None:
     asked: list[ps_command.TokenRequest] = []
     command = ps_command.build_command(lambda _: 0, lambda request: asked.append(request) or 0)
-    for line in re.findall(r"weighmaster-ps token ([^;\n]*)", TEXT):
+    for line in re.findall(r"scripts/launch_ps.sh token ([^;\n]*)", TEXT):
         words = [word.replace("$rank", "1") for word in shlex.split(line)]
         assert ps_command.execute(command, ["token", *words]) == 0
     assert [(request.name, request.role, request.rank) for request in asked] == [
         ("site-1", "worker", 1),
         ("judge", "evaluator", None),
     ]
+
+
+def test_nothing_is_called_that_no_script_has_made() -> None:
+    by_hand = _section("Several machines, by hand") + _section("By ssh")
+    for program in re.findall(r"(?:^|do|exec|&&) *(\S+/\S+)", by_hand, re.MULTILINE):
+        if not program.startswith(("#", "[", "`")):
+            assert os.access(ROOT / program, os.X_OK), program
+
+
+SSH = """#!/usr/bin/env bash
+printf '%s\\n' "$$ $*" >>"$ASKED"
+if [[ "$*" == *"--rank 2"* ]]; then
+    until [ "$(wc -l <"$ASKED")" = 3 ]; do :; done
+    kill -s INT "$PPID"
+fi
+exec sleep 600
+"""
+"""Stands for ssh: notes what it is to do and holds on; the last one is the user, who types Ctrl-C."""
+
+
+def test_ctrl_c_ends_all_that_the_script_with_ssh_has_started(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```\n(#!/usr/bin/env bash\n.*?)```", _section("By ssh"), re.DOTALL)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o700)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
+    script = subprocess.Popen(["bash", "-c", recipe], cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        script.wait(60)
+        asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
+        assert sorted(words[1:3] for words in asked) == [["-tt", f"node{rank}"] for rank in range(3)]
+        for words in asked:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                killed = psutil.Process(int(words[0]))
+                while killed.status() != psutil.STATUS_ZOMBIE:  # gone in a moment
+                    pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait(60)
 
 
 def test_the_versions_are_those_of_the_code() -> None:
