@@ -233,9 +233,7 @@ with_tls() {
         untested+=("TLS: $(tail -n 1 "$work/ca.log")")
         return
     fi
-    install -m 444 "$work/ca/server.pem" "$SECRETS/tls_cert"
-    install -m 444 "$work/ca/server.key" "$SECRETS/tls_key"
-    install -m 444 "$work/ca/ca.pem" "$SECRETS/tls_ca"
+    bash scripts/compose_secrets.sh --tls "$work/ca" "$SECRETS" 2>/dev/null
     export WORKERS=2 STEPS=60
     "${tls[@]}" up -d --scale worker=2 >"$work/up.log" 2>&1
     check "every container ended with 0" all_ended_well

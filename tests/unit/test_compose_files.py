@@ -40,6 +40,42 @@ def test_only_the_owner_enters_and_containers_can_read(tmp_path: Path) -> None:
     assert (directory / ".gitignore").read_text() == "*\n"
 
 
+def _call(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_tls_files_are_put_where_containers_can_read_them(tmp_path: Path) -> None:
+    """They come from where make_test_ca.sh puts them, private; new ones take the place of those that are there."""
+    overlay = (ROOT / "docker-compose.tls.yml").read_text()
+    wanted = set(re.findall(r"^  (\w+): \{file: ", overlay, re.MULTILINE))
+    (tmp_path / "ca").mkdir()
+    for time in ("first", "second"):
+        for name in ("server.pem", "server.key", "ca.pem"):
+            (tmp_path / "ca" / name).write_text(f"{time} {name}")
+            (tmp_path / "ca" / name).chmod(0o600)
+        told = _call("--tls", "ca", tmp_path / "s", cwd=tmp_path)
+        assert told.returncode == 0, told.stderr
+        found = {name: (tmp_path / "s" / name).read_text() for name in wanted}
+        assert found == {
+            "tls_cert": f"{time} server.pem",
+            "tls_key": f"{time} server.key",
+            "tls_ca": f"{time} ca.pem",
+        }
+        assert {stat.S_IMODE((tmp_path / "s" / name).stat().st_mode) for name in wanted} == {0o444}
+    assert list((tmp_path / "s").glob("*.new")) == []
+
+
+def test_tls_files_that_are_not_all_there_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ca").mkdir()
+    (tmp_path / "ca" / "server.pem").touch()
+    for words in (["--tls"], ["--tls", tmp_path / "ca", tmp_path / "s"], ["--tsl", tmp_path / "s"]):
+        told = _call(*words)
+        assert told.returncode == 2
+        assert told.stderr.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+
+
 def test_tokens_that_are_there_stay(tmp_path: Path) -> None:
     _make(tmp_path / "s")
     before = {path.name: path.read_text() for path in (tmp_path / "s").iterdir()}

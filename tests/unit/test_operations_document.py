@@ -2,6 +2,7 @@
 
 import configparser
 import contextlib
+import fnmatch
 import json
 import os
 import re
@@ -16,8 +17,8 @@ import pytest
 from protocol.errors import ExitCode
 from protocol.frames import VERSION
 from protocol.log_lines import recognise
+from ps import checkpoint_format, log_events, tensorboard
 from ps import command_line as ps_command
-from ps import log_events, tensorboard
 from ps.command_line import parse as parse_ps
 from ps.metrics import Metrics, TestResult
 from tests.unit.operations_tables import PAGE, TABLES, between, server_command, worker_command_of, written_anew
@@ -103,6 +104,68 @@ def test_what_is_started_again_is_what_the_units_start_again() -> None:
         assert unit["Service"]["Restart"] == "on-failure"
 
 
+UNITS = {
+    "weighmaster-ps": "weighmaster-ps.service",
+    "weighmaster-worker@0": "weighmaster-worker@.service",
+}
+
+
+def _unit(name: str) -> tuple[configparser.ConfigParser, str]:
+    text = (ROOT / "scripts" / "systemd" / UNITS[name]).read_text().replace("%i", "0")
+    unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read_string(text)
+    return unit, text
+
+
+def test_what_a_unit_needs_is_there_before_it_is_started() -> None:
+    """As the page gives the commands: directories, files of variables, tokens, and then the start."""
+    blocks = re.findall(r"```\n(.*?)```", _section("By systemd"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    for name in UNITS:
+        before = lines[: lines.index(f"systemctl enable --now {name}")]
+        made = {line.split()[-1] for line in before if line.startswith("install ")}
+        _, text = _unit(name)
+        (variables,) = re.findall(r"^EnvironmentFile=(/.*)$", text, re.MULTILINE)
+        assert variables in made
+        assert f"editor {variables}" in before
+        given = text + (ROOT / "scripts" / "systemd" / Path(variables).name).read_text()
+        (token,) = re.findall(r"\bWEIGHMASTER_TOKEN_FILE=(\S+)", given)
+        assert token in made
+        for path in {token, variables}:
+            made_before = [line.split()[-1] for line in before[: [token in line for line in before].index(True)]]
+            assert str(Path(path).parent) in made_before
+        for line in before:
+            if line.split()[-1:] == [token]:
+                assert "-m 0600 -o weighmaster -g weighmaster" in line, "it must be the user's, and nobody else's"
+
+
+def test_a_worker_under_systemd_is_who_its_token_says() -> None:
+    """A token is of one name and rank: each instance has a file of its own, as the page makes them."""
+    _, text = _unit("weighmaster-worker@0")
+    assert (
+        "WEIGHMASTER_RANK=0 WEIGHMASTER_NAME=site-0 WEIGHMASTER_TOKEN_FILE=/etc/weighmaster/worker-0.token" in text
+    )
+    assert "--name site-$rank --rank $rank --file site-$rank.token" in TEXT
+    assert "site-0.token /etc/weighmaster/worker-0.token" in TEXT
+
+
+def test_a_worker_under_systemd_never_gives_its_server_up() -> None:
+    worker, _ = _unit("weighmaster-worker@0")
+    assert worker["Unit"]["StartLimitIntervalSec"] == "0", "no limit of starts"
+    assert int(worker["Service"]["RestartSec"]) >= 30, "and no haste either"
+    server, _ = _unit("weighmaster-ps")
+    assert (server["Unit"]["StartLimitIntervalSec"], server["Unit"]["StartLimitBurst"]) == ("600", "5")
+
+
+def test_a_backup_has_whole_checkpoints_of_this_history_alone() -> None:
+    (pattern,) = re.findall(r"rsync -a --include='([^']*)/\*\*\*'", TEXT)
+    name = checkpoint_format.directory_name(20, 0x0123456789ABCDEF)
+    assert fnmatch.fnmatchcase(name, pattern)
+    others = [f"{name}.abandoned", f"{name}.2.abandoned", f".{name}.writing", f".{name}.removing", "lock"]
+    assert not any(fnmatch.fnmatchcase(other, pattern) for other in others)
+
+
 def _commands(program: str) -> list[list[str]]:
     text = TEXT.replace("\\\n", " ")
     found = re.findall(rf"{re.escape(program)} (--[^`\n\"]*)", text)
@@ -173,8 +236,6 @@ def test_ctrl_c_ends_all_that_the_script_with_ssh_has_started(tmp_path: Path) ->
 
 def test_the_versions_are_those_of_the_code() -> None:
     assert f"the wire protocol, which is {VERSION}." in TEXT
-    from ps import checkpoint_format
-
     assert f"Checkpoints have a version of their own, {checkpoint_format._VERSION}." in TEXT
 
 
