@@ -3,6 +3,7 @@
 import configparser
 import contextlib
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -17,10 +18,15 @@ import pytest
 from protocol.errors import ExitCode
 from protocol.frames import VERSION
 from protocol.log_lines import recognise
+from protocol.tensors import Kind, Layout, Manifest, VariableSpec
 from ps import checkpoint_format, log_events, tensorboard
 from ps import command_line as ps_command
+from ps.build import store_config
 from ps.command_line import parse as parse_ps
+from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
 from ps.metrics import Metrics, TestResult
+from ps.status_server import Limits
+from ps.store import Store
 from tests.unit.operations_tables import PAGE, TABLES, between, server_command, worker_command_of, written_anew
 from worker.command_line import parse as parse_worker
 
@@ -102,6 +108,40 @@ def test_what_is_started_again_is_what_the_units_start_again() -> None:
         never = {int(code) for code in unit["Service"]["RestartPreventExitStatus"].split()}
         assert {int(code) for code in ExitCode} - never - {0} | {137} == again
         assert unit["Service"]["Restart"] == "on-failure"
+
+
+def _models_needed(consistency: str, workers: int, validators: int, ema: bool, checkpoints: bool) -> float:
+    options = ["--steps", "9", "--workers", str(workers), "--consistency", consistency]
+    if validators:
+        options += ["--validators", str(validators), "--aggregation", "evidence"]
+    options += ["--ema-decay", "0.9"] if ema else []
+    options += ["--checkpoint-dir", "ckpt"] if checkpoints else []
+    layout = Layout.of(Manifest((VariableSpec("w", (1 << 20,), "float32", Kind.TRAINABLE),)))
+    return Store.memory_bytes(layout, store_config(parse_ps(options))) / layout.values_bytes
+
+
+@pytest.mark.parametrize(
+    ("consistency", "validators"), [("sync", 0), ("sync", 1), ("sync", 3), ("async", 0), ("ssp", 0)]
+)
+def test_how_large_is_the_store_that_the_code_makes(consistency: str, validators: int) -> None:
+    """The rules of the page, in models, against what the server computes before it allocates."""
+    row = next(row for row in _section("How large").splitlines() if row.startswith("| memory of the server"))
+    assert "(W + V + 5) times the model, with `async` and `ssp` (2 W + 4) times" in row
+    assert "A moving average adds 1 model; checkpoints add 2 + V, and 1 more with a moving average." in row
+    for workers, ema, checkpoints in itertools.product((1, 4), (False, True), (False, True)):
+        models = workers + validators + 5 if consistency == "sync" else 2 * workers + 4
+        models += ema + checkpoints * (2 + validators + ema)
+        needed = _models_needed(consistency, workers, validators, ema, checkpoints)
+        assert needed == pytest.approx(models, rel=0.01)
+
+
+def test_how_many_files_is_what_the_code_allows() -> None:
+    rows = {row.split("|")[1].strip(): row for row in _section("How large").splitlines() if row.startswith("|")}
+    beyond = 3 * MAX_UNPROVEN + MAX_WAITING
+    files = rows["open files of the server"]
+    assert f"up to {beyond} (3 for each of {MAX_UNPROVEN}, 1 for each of {MAX_WAITING} that wait)" in files
+    assert f"up to {Limits().connections};" in files
+    assert f"{(1024 - beyond - Limits().connections - 40) // 3 // 10 * 10} clients" in files
 
 
 UNITS = {
