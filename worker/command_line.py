@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ import cloup
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.injection import GOES, Action
+from protocol.log_lines import asks_for_json, ended
 from protocol.messages import Side
 from protocol.transport import Address, parse_address
 from worker.config import (
@@ -265,12 +267,21 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        print(f"{PROGRAM}: {error.format_message()} See `{invocation()} --help`.", file=sys.stderr)
+        _complain(f"{error.format_message()} See `{invocation()} --help`.", error.exit_code, arguments)
         return error.exit_code
     except WeighmasterError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        _complain(str(error), error.exit_code, arguments)
         return error.exit_code
     return outcome if isinstance(outcome, int) else ExitCode.DONE
+
+
+def _complain(text: str, exit_code: int, arguments: Sequence[str] | None) -> None:
+    """Say why a worker ends before it is known who it is, as the log is asked for."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if asks_for_json(words, os.environ.get("WEIGHMASTER_LOG_FORMAT")):
+        print(ended(time.time(), text, exit_code, {}), flush=True)
+    else:
+        print(f"{PROGRAM}: {text}", file=sys.stderr)
 
 
 def parse(arguments: Sequence[str]) -> WorkerConfig:

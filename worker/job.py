@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.ensemble import Answers, Weighting
-from protocol.errors import ConfigurationError, ExitCode
+from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.extras import installing
 from protocol.injection import Plan
 from protocol.injector import Faults
@@ -286,6 +286,12 @@ def print_plan(job: Job) -> int:
     print(f"every variable can be fed; {layout.payload_bytes:,} bytes go each way per step")
     print(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
     return ExitCode.DONE
+
+
+def end_badly(error: WeighmasterError) -> int:
+    """Say in JSON why this worker ends, with its rank and name if they are known; return the exit code."""
+    _say.ended(str(error), error.exit_code)
+    return error.exit_code
 
 
 def token_of(config: WorkerConfig) -> str | None:
