@@ -110,6 +110,14 @@ def test_a_build_sends_no_secret_to_the_engine() -> None:
     assert sent == {"pyproject.toml", "README.md", "LICENSE", "protocol", "ps", "worker"}
 
 
+def test_nothing_is_open_to_other_machines_unless_that_is_asked_for() -> None:
+    """The port of the server is published by a file of its own alone, at an address that has to be said."""
+    published = re.findall(r'ports: \["([^"]*)"\]', COMPOSE)
+    assert [port.split(":")[0] for port in published] == ["127.0.0.1"]
+    opened = re.findall(r'ports: \["(\S+).*\}:(\d+):(\d+)"\]', (ROOT / "docker-compose.open.yml").read_text())
+    assert opened == [("${PS_PUBLISH:?say", "5014", "5014")]
+
+
 def test_the_file_of_variables_is_nobody_elses() -> None:
     """It is read at every command, so it stays in the checkout; it is neither committed nor part of an image."""
     assert "/.env" in (ROOT / ".gitignore").read_text().split()
