@@ -194,7 +194,7 @@ survives() {
     returned="$(count_of ps "$back")"
     "${with_file[@]}" kill -s SIGKILL worker >/dev/null 2>&1
     "${with_file[@]}" up -d --scale worker=2 worker >"$work/up.log" 2>&1
-    check "killed workers come back" within 60 says_times ps "$back" $((returned + 2))
+    check "killed workers come back" within 120 says_times ps "$back" $((returned + 2))
     check "every container ended with 0" all_ended_well
     check "the result is there" result_is_there 6000 2
     down
