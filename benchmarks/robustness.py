@@ -130,7 +130,9 @@ def report(results: Results, directory: Path) -> None:
     try:
         from benchmarks.robustness_picture import draw
     except ModuleNotFoundError as error:
-        raise click.ClickException("the picture needs matplotlib: pip install 'weighmaster[benchmarks]'") from error
+        raise click.ClickException(
+            "the picture needs matplotlib: .venv/bin/pip install -e '.[benchmarks]'"
+        ) from error
     (directory / FRAGMENT).write_text(markdown(results))
     draw(results, directory / PICTURE)
     print(f"wrote {directory / FRAGMENT} and {directory / PICTURE}")

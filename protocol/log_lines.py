@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 UNNAMED = "message"
 """The event of a sentence that no table knows."""
 
+ENDED = "ended"
+"""The event of a process that does not end as it should."""
+
 NUMBERS = ("rank", "step", "steps", "workers", "port")
 """Fields that are whole numbers in JSON."""
 
@@ -37,17 +40,19 @@ class Sentence:
         pattern: matches the whole sentence; its named groups are fields. `other` and `label` become `name`.
         meaning: what it tells, for the documentation.
         advice: what to do about it, for the documentation; empty when nothing need be done.
+        level: `info` or `warning`, where nobody gives one with the sentence.
     """
 
     event: str
     pattern: re.Pattern[str]
     meaning: str
     advice: str = ""
+    level: str = "info"
 
 
-def sentence(event: str, pattern: str, meaning: str, advice: str = "") -> Sentence:
+def sentence(event: str, pattern: str, meaning: str, advice: str = "", level: str = "info") -> Sentence:
     """Make a row of a table of sentences; `WHO` in the pattern stands for a client."""
-    return Sentence(event, re.compile(pattern.replace("WHO", WHO), re.DOTALL), meaning, advice)
+    return Sentence(event, re.compile(pattern.replace("WHO", WHO), re.DOTALL), meaning, advice, level)
 
 
 def recognise(text: str, table: Sequence[Sentence]) -> tuple[str, dict[str, str | int]]:
@@ -57,11 +62,17 @@ def recognise(text: str, table: Sequence[Sentence]) -> tuple[str, dict[str, str 
         text: what was said.
         table: the sentences of this program.
     """
+    event, _, fields = _recognised(text, table)
+    return event, fields
+
+
+def _recognised(text: str, table: Sequence[Sentence]) -> tuple[str, str, dict[str, str | int]]:
+    """Return the event, the level and the fields of a sentence."""
     for row in table:
         match = row.pattern.fullmatch(text)
         if match is not None:
-            return row.event, _fields(match)
-    return UNNAMED, {}
+            return row.event, row.level, _fields(match)
+    return UNNAMED, "info", {}
 
 
 def _fields(match: re.Match[str]) -> dict[str, str | int]:
@@ -99,10 +110,37 @@ def json_line(when: float, level: str, event: str, message: str, fields: Mapping
     return json.dumps(line, ensure_ascii=True, allow_nan=False, default=str)
 
 
-def said(when: float, level: str, text: str, table: Sequence[Sentence], known: Mapping[str, object]) -> str:
+def said(when: float, text: str, table: Sequence[Sentence], known: Mapping[str, object]) -> str:
     """Return a sentence as a line of JSON; what it says itself wins over what is `known` beforehand."""
-    event, fields = recognise(text, table)
+    event, level, fields = _recognised(text, table)
     return json_line(when, level, event, text, {**known, **fields})
+
+
+def ended(when: float, reason: str, exit_code: int, known: Mapping[str, object]) -> str:
+    """Return the last line of a process that does not end as it should, as JSON.
+
+    Args:
+        when: seconds since 1970.
+        reason: the sentence.
+        exit_code: of the process.
+        known: what else is known, such as `rank`.
+    """
+    return json_line(when, "error", ENDED, reason, {**known, "exit_code": int(exit_code)})
+
+
+def asks_for_json(arguments: Sequence[str], variable: str | None) -> bool:
+    """Return whether a program is to log in JSON, before its options are understood, or when they cannot be.
+
+    Args:
+        arguments: of its command line.
+        variable: `WEIGHMASTER_LOG_FORMAT`, over which the command line wins.
+    """
+    asked = variable
+    for position, word in enumerate(arguments):
+        name, is_joined, value = word.partition("=")
+        if name == "--log-format":
+            asked = value if is_joined else next(iter(arguments[position + 1 :]), "")
+    return asked == "json"
 
 
 def _cut(message: str) -> str:

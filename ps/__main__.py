@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 PROGRAM = "weighmaster-ps"
 
+_log_format = "text"
+"""As asked for, once the options are read."""
+
 logger = logging.getLogger("weighmaster.ps")
 
 
@@ -50,6 +53,8 @@ def serve(config: "ServerConfig") -> int:
     from protocol.messages import Side
     from ps.log_format import formatter_of, open_console
 
+    global _log_format
+    _log_format = config.log_format
     plan = Plan.parse(config.inject, Side.SERVER)
     console = open_console(config.steps, sys.stdout, config.log_format)
     handler = _ToConsole(console, formatter_of(config.log_format))
@@ -152,7 +157,8 @@ def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode,
     with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
         if config.log_format == "json":
             print(ended(time.time(), status, reason, code, step), flush=True)
-        print(f"{PROGRAM}: {reason}", file=sys.stderr)
+        else:
+            print(f"{PROGRAM}: {reason}", file=sys.stderr)
 
 
 def inspect(path: "Path") -> int:
@@ -223,8 +229,13 @@ def _in_short(summary: Mapping[str, Any]) -> str:
 def _leave(number: int, frame: FrameType | None) -> None:
     """End a process that serves nobody yet; an exception could be swallowed by what is being imported."""
     interrupted = Interrupted(signal.Signals(number).name)
+    descriptor, line = 2, f"{PROGRAM}: {interrupted}"
+    if _log_format == "json":
+        from protocol.log_lines import ended  # loaded long since
+
+        descriptor, line = 1, ended(time.time(), str(interrupted), interrupted.exit_code, {})
     with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
-        os.write(2, f"{PROGRAM}: {interrupted}\n".encode())
+        os.write(descriptor, f"{line}\n".encode())
     os._exit(int(interrupted.exit_code))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ import cloup
 from click.core import ParameterSource
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from protocol.log_lines import asks_for_json, ended
 from protocol.messages import Role
 from ps.combinations import option_name
 from ps.config import ServerConfig
@@ -226,12 +228,22 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     except click.ClickException as error:
         context = getattr(error, "ctx", None)  # of the sub-command, if it was in one
         command_path = context.command_path if context else invocation()
-        print(f"{PROGRAM}: {error.format_message()} See `{command_path} --help`.", file=sys.stderr)
+        _complain(f"{error.format_message()} See `{command_path} --help`.", error.exit_code, arguments)
         return error.exit_code
     except WeighmasterError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        _complain(str(error), error.exit_code, arguments)
         return error.exit_code
     return outcome if isinstance(outcome, int) else ExitCode.DONE
+
+
+def _complain(text: str, exit_code: int, arguments: Sequence[str] | None) -> None:
+    """Say why nothing is served, as the log is asked for; the commands beside serving have no log."""
+    words = sys.argv[1:] if arguments is None else arguments
+    is_serving = not words or words[0].startswith("-")
+    if is_serving and asks_for_json(words, os.environ.get("WEIGHMASTER_LOG_FORMAT")):
+        print(ended(time.time(), text, exit_code, {}), flush=True)
+    else:
+        print(f"{PROGRAM}: {text}", file=sys.stderr)
 
 
 def parse(arguments: Sequence[str]) -> ServerConfig:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from protocol import log_lines
 from protocol.log_lines import json_line, recognise
 from ps.console import PLAIN_LINE_S, Console
 from ps.log_events import EVENTS
@@ -14,7 +15,6 @@ FIELDS = "fields"
 """`logger.info(..., extra={"event": NAME, "fields": {...}})` names an event where it happens, and wins."""
 
 PROGRESS = "progress"
-ENDED = "ended"
 
 
 class JsonFormatter(logging.Formatter):
@@ -102,5 +102,4 @@ def ended(when: float, status: str, reason: str, exit_code: int, step: int | Non
         exit_code: of the process.
         step: at which it ended.
     """
-    fields = {"status": status, "exit_code": exit_code, "step": step}
-    return json_line(when, "error", ENDED, reason, fields)
+    return log_lines.ended(when, reason, exit_code, {"status": status, "step": step})

@@ -1,4 +1,4 @@
-"""The state of a run as Prometheus reads it. Needs `prometheus_client`: `pip install weighmaster[metrics]`."""
+"""The state of a run as Prometheus reads it. Needs `prometheus_client`, of the group `metrics`."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from urllib.parse import parse_qs
 
+from protocol.extras import installing
 from protocol.transport import is_loopback
 from ps.policy import Phase
 from ps.status import Status
@@ -207,7 +208,7 @@ class Answers:
         if self._exposition is None:
             return _said(
                 HTTPStatus.NOT_IMPLEMENTED,
-                "prometheus_client is not installed on the server: pip install weighmaster[metrics]",
+                f"prometheus_client is not installed on the server: {installing('metrics')}",
             )
         if published is None:
             return _said(HTTPStatus.SERVICE_UNAVAILABLE, "the server is starting")

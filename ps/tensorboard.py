@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
+from protocol.extras import installing
 from ps.closing import Closed
 from ps.metrics import Metrics, TestResult
 from ps.schedules import Schedule
@@ -106,8 +107,7 @@ class EventFile:
             from tensorboardX.proto import event_pb2, summary_pb2
         except ModuleNotFoundError as error:
             raise ConfigurationError(
-                f"--tensorboard needs a package that is not installed ({error.name}): "
-                "`pip install 'weighmaster[tensorboard]'`"
+                f"--tensorboard needs a package that is not installed ({error.name}): {installing('tensorboard')}"
             ) from error
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         # Readers take files in the order of their names, which have but whole seconds without this.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import CheckpointError, ConfigurationError
+from protocol.extras import installing
 from protocol.user_function import UserFunction, load_user_function, locate, shortened
 
 Array = NDArray[np.float64]
@@ -57,7 +58,7 @@ def import_tensorflow(spec: str) -> Any:
         why = "which is not installed" if missing else f"which does not load ({shortened(str(error))})"
         raise ConfigurationError(
             f"{OPTION} {spec} needs TensorFlow, {why}: "
-            "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
+            f"{installing('tensorflow')}; [tensorflow-cpu] is the CPU build"
         ) from error
     return tensorflow
 

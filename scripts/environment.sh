@@ -54,15 +54,19 @@ _pip() {
         fail "pip could not install $*; its message is above"
 }
 
-_install() {
-    local extras release
+# The groups of pyproject.toml that are installed: no option of the server or a worker lacks what it needs.
+_extras() {
     case "$1" in
-        core) extras="" ;;
-        worker) extras="[datasets]" ;;
-        dev) extras="[dev]" ;;
+        core) echo "[metrics,tensorboard]" ;;
+        worker) echo "[datasets,metrics,tensorboard]" ;;
+        dev) echo "[dev]" ;;
     esac
+}
+
+_install() {
+    local release
     say "Installing what '$1' needs into .venv; this takes a minute or two, once."
-    _pip --editable "$ROOT$extras"
+    _pip --editable "$ROOT$(_extras "$1")"
     if [ "$1" = core ]; then return; fi
     # A TensorFlow that is there, whichever build it is, is used as it is.
     if ! _interruptibly "$PYTHON" -c 'import tensorflow' 2>/dev/null; then
@@ -75,16 +79,15 @@ print(".".join(m.version(names[0]).split(".")[:2]))')"
     _pip --no-deps "tf-keras==$release.*"
 }
 
-# A stamp in .venv says from which pyproject.toml, in which folder, something was installed.
-_stamp() { printf '%s %s\n' "$(cksum <"$ROOT/pyproject.toml")" "$ROOT"; }
+# A stamp in .venv says from which pyproject.toml, with which groups, in which folder, something was installed.
+_stamp() { printf '%s %s %s\n' "$(cksum <"$ROOT/pyproject.toml")" "$(_extras "$1")" "$ROOT"; }
 
 # Whoever has what `dev` needs has what a worker needs, and so on.
 _is_installed() {
-    local wanted kind
+    local kind
     [ -x "$PYTHON" ] || return 1
-    wanted="$(_stamp)"
     for kind in dev worker core; do
-        if [ "$(cat "$VENV/.installed-$kind" 2>/dev/null)" = "$wanted" ]; then return 0; fi
+        if [ "$(cat "$VENV/.installed-$kind" 2>/dev/null)" = "$(_stamp "$kind")" ]; then return 0; fi
         if [ "$kind" = "$1" ]; then return 1; fi
     done
 }
@@ -99,7 +102,7 @@ prepare_environment() {
     if ! _is_installed "$1"; then
         _make_venv "$python"
         _install "$1"
-        _stamp >"$VENV/.installed-$1"
+        _stamp "$1" >"$VENV/.installed-$1"
     fi
     exec 9<&-
 }

@@ -14,7 +14,7 @@ each worker's gradient is worth. The server says where its status page is (--sta
 Defaults are in brackets; time-outs are seconds.
 
 Options of this script:
-  --workers N                   workers, 1 to 9999                         [3]
+  --workers N                   workers, 1 to 1024                         [3]
   --steps N                     rounds                                     [300]
   --mode MODE                   shared: one network; ensemble: every worker trains a network of its own on the
                                 same batches, and they vote; no validator, no evaluator  [shared]
@@ -55,7 +55,8 @@ Refused, because this script sets them: --host, --port, --port-file, --token-fil
 thread; --threads N is the server's. To choose otherwise, start the processes one by one with
 scripts/launch_ps.sh and scripts/launch_worker.sh.
 
-Ctrl-C ends all within 5 seconds. The exit code is 0 when all steps are done, 130 after Ctrl-C, 143 after
+Ctrl-C ends all within 5 seconds; with checkpoints the server may take longer, up to two minutes, to write the last
+one, and a second Ctrl-C kills it. The exit code is 0 when all steps are done, 130 after Ctrl-C, 143 after
 SIGTERM, and otherwise that of the process that failed; docs/RUNNING.md says what each means.
 TEXT
 }
@@ -136,8 +137,9 @@ scripts/launch_ps.sh and scripts/launch_worker.sh to choose it"
         *) client_options+=("$option" "$value") ;;
     esac
 done
-if ! [[ "$workers" =~ ^[1-9][0-9]{0,3}$ ]]; then
-    fail "--workers must be a number from 1, not '$workers'"
+most_workers=1024 # the server takes no more, and each would have its token made before it could say so
+if ! [[ "$workers" =~ ^[1-9][0-9]{0,3}$ ]] || ((workers > most_workers)); then
+    fail "--workers must be a number from 1 to $most_workers, not '$workers'"
 fi
 client_options+=(--model "$model" --dataset "$dataset" --threads 1)
 validator=""
@@ -192,25 +194,33 @@ alive() { kill -0 "$1" 2>/dev/null; }
 # Bash remarks on a process that was killed as soon as it has waited for something; it is said better below. A signal
 # is handled in the midst of this, too, and speaks by way of the fourth descriptor.
 exec 4>&2
-pause() { sleep "$1"; } 2>/dev/null
+pause() { sleep "$1" || true; } 2>/dev/null
 
-# Waits at most $1 tenths of a second until none of the processes that follow is alive.
+# Waits at most $1 tenths of a second until none of the processes that follow is alive, or all are to be killed.
 wait_at_most() {
     local tenths=$1 pid
     shift
     for pid in "$@"; do
-        while alive "$pid" && ((tenths-- > 0)); do pause 0.1; done
+        while [ -z "$hurry" ] && alive "$pid" && ((tenths-- > 0)); do pause 0.1; done
     done
 }
 
-# Ends all within 5 seconds. The server goes first, by signal $1: it tells the others why, and nobody is lost to
-# anybody. Who is not there to hear it, because TensorFlow is still loading, is ended by SIGTERM, or else killed.
+longest_checkpoint=1200 # tenths of a second; as long as systemd's unit waits
+hurry=""
+
+# Ends all within 5 seconds, but for a server that writes its last checkpoint. The server goes first, by signal $1: it
+# tells the others why, and nobody is lost to anybody. Who is not there to hear it, because TensorFlow is still loading,
+# is ended by SIGTERM, or else killed. A further signal kills all at once.
 stop_all() {
     local pid
-    trap '' INT TERM HUP
+    trap 'hurry=yes' INT TERM HUP
     if [ -n "$ps_pid" ] && alive "$ps_pid"; then
         kill -s "$1" -- "-$ps_pid" 2>/dev/null || true
         wait_at_most 20 "$ps_pid"
+        if [ -n "$checkpoint_dir" ] && [ -z "$hurry" ] && alive "$ps_pid"; then
+            say "The parameter server is given two minutes for its last checkpoint; Ctrl-C again kills it."
+            wait_at_most "$longest_checkpoint" "$ps_pid"
+        fi
         wait_at_most 5 "${!running[@]}"
     fi
     for pid in "${!running[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
@@ -225,7 +235,8 @@ began() { [ -n "$run_dir" ] && [ -s "$run_dir/port" ]; }
 
 forget_run() {
     if [ -z "$run_dir" ]; then return; fi
-    rm -f "$run_dir"/{port,tokens} "$run_dir"/*.token
+    rm -f "$run_dir"/{port,status-port,tokens} "$run_dir"/*.token
+    if [ -e "$run_dir/summary.json.before" ]; then mv -f "$run_dir"/summary.json{.before,}; fi
     rmdir "$run_dir" 2>/dev/null || true
 }
 
@@ -265,7 +276,9 @@ if [ -L "${run_dir%/}" ] || [ ! -O "$run_dir" ]; then
     fail "the run directory $run_dir is a link or belongs to somebody else; the tokens will lie in it: name another one"
 fi
 chmod 700 "$run_dir" || fail "the run directory $run_dir cannot be closed to others"
-rm -f "$run_dir"/{port,tokens,summary.json} "$run_dir"/*.token
+rm -f "$run_dir"/{port,status-port,tokens} "$run_dir"/*.token
+# The summary of an earlier run is put back if this one never begins.
+if [ -e "$run_dir/summary.json" ]; then mv -f "$run_dir"/summary.json{,.before}; fi
 
 # Makes a token for one identity: a line for its own file, and the same for the server's.
 token() {
@@ -294,12 +307,15 @@ fi
 if [ -n "$checkpoint_dir" ]; then ps_options+=(--checkpoint-dir "$checkpoint_dir"); fi
 
 launch_server() {
+    local status_port=()
+    # One that is started again has its page where it was.
+    if [ -s "$run_dir/status-port" ]; then status_port=(--status-port "$(cat "$run_dir/status-port")"); fi
     export WEIGHMASTER_STARTED_AS="$scripts/launch_ps.sh"
     start "$server" "" "$PYTHON" -m ps --host 127.0.0.1 --port "$port" --port-file "$run_dir/port" \
         --workers "$workers" --mode "$mode" --aggregation "$aggregation" --steps "$steps" --run-dir "$run_dir" \
-        --token-file "$run_dir/tokens" \
+        --token-file "$run_dir/tokens" --status-port-file "$run_dir/status-port" \
         --summary "$run_dir/summary.json" --export "$run_dir/model.safetensors" \
-        ${ps_options[@]+"${ps_options[@]}"} ${ps_faults[@]+"${ps_faults[@]}"}
+        ${ps_options[@]+"${ps_options[@]}"} ${status_port[@]+"${status_port[@]}"} ${ps_faults[@]+"${ps_faults[@]}"}
     ps_pid=$!
 }
 
@@ -330,6 +346,7 @@ done
 
 if began && alive "$ps_pid"; then
     port="$(cat "$run_dir/port")"
+    rm -f "$run_dir/summary.json.before"
     address="127.0.0.1:$port"
     say "Training $model on $dataset: $(count "$workers" worker), $(count "$steps" step). Logs and results: $run_dir"
     if [ -n "$fault" ]; then say "worker-$((workers - 1)) misbehaves on purpose: $fault."; fi

@@ -5,17 +5,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from protocol.errors import Interrupted
+from protocol.errors import Interrupted, WeighmasterError
 
 # All else is imported by `main` and what it calls: a Ctrl-C that comes while it loads is to be a sentence as well.
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
 PROGRAM = "weighmaster-worker"
+
+_log_format = "text"
+"""As asked for, once the options are read."""
 
 LEAVE_S = 4.0
 """A signal ends the process within this time even when TensorFlow is in the middle of a long step."""
@@ -25,13 +29,20 @@ def run(config: "WorkerConfig") -> int:
     """Run one worker, validator or evaluator and return the exit code."""
     from worker import job
 
-    token = job.token_of(config)
-    dataset = job.load_data(config)
-    job.load_tensorflow()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-    prepared = job.prepare(config, dataset)
-    return job.print_plan(prepared) if config.dry_run else job.take_part(prepared, token)
+    global _log_format
+    _log_format = config.log_format
+    try:
+        token = job.token_of(config)
+        dataset = job.load_data(config)
+        job.load_tensorflow()
+        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)
+        prepared = job.prepare(config, dataset)
+        return job.print_plan(prepared) if config.dry_run else job.take_part(prepared, token)
+    except WeighmasterError as error:
+        if config.log_format != "json":
+            raise
+        return job.end_badly(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +78,13 @@ def _ignore_signals() -> None:
 
 
 def _exit(interrupted: Interrupted) -> None:
+    descriptor, line = 2, f"{PROGRAM}: {interrupted}"
+    if _log_format == "json":
+        from protocol.log_lines import ended  # loaded long since
+
+        descriptor, line = 1, ended(time.time(), str(interrupted), interrupted.exit_code, {})
     with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
-        os.write(2, f"{PROGRAM}: {interrupted}\n".encode())  # sys.stderr may be held by what does not end
+        os.write(descriptor, f"{line}\n".encode())  # the streams may be held by what does not end
     os._exit(int(interrupted.exit_code))
 
 

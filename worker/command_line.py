@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ import cloup
 
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.injection import GOES, Action
+from protocol.log_lines import asks_for_json, ended
 from protocol.messages import Side
 from protocol.transport import Address, parse_address
 from worker.config import (
@@ -279,16 +281,21 @@ def execute(command: click.Command, arguments: Sequence[str] | None = None) -> i
     except click.exceptions.Abort:
         return ExitCode.SIGINT
     except click.ClickException as error:
-        _complain(f"{error.format_message()} See `{invocation()} --help`.")
+        _complain(f"{error.format_message()} See `{invocation()} --help`.", error.exit_code, arguments)
         return error.exit_code
     except WeighmasterError as error:
-        _complain(str(error))
+        _complain(str(error), error.exit_code, arguments)
         return error.exit_code
     return outcome if isinstance(outcome, int) else ExitCode.DONE
 
 
-def _complain(text: str) -> None:
-    Output(sys.stderr)(f"{PROGRAM}: {text}")  # where nobody can hear it, the exit code still says it
+def _complain(text: str, exit_code: int, arguments: Sequence[str] | None) -> None:
+    """Say why a worker ends before it is known who it is, as the log is asked for."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if asks_for_json(words, os.environ.get("WEIGHMASTER_LOG_FORMAT")):
+        Output()(ended(time.time(), text, exit_code, {}))
+    else:
+        Output(sys.stderr)(f"{PROGRAM}: {text}")  # where nobody can hear it, the exit code still says it
 
 
 def parse(arguments: Sequence[str]) -> WorkerConfig:

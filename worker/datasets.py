@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ConfigurationError
+from protocol.extras import installing
 from protocol.user_function import load_user_function
 from protocol.user_paths import Entry, expanded, look
 from worker.dataset_files import (
@@ -200,8 +201,7 @@ def _load_digits(data_dir: Path | None, say: Say) -> Dataset:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigurationError(
-            "data set digits is part of scikit-learn, which is not installed: "
-            "run pip install 'weighmaster[datasets]'"
+            f"data set digits is part of scikit-learn, which is not installed: run {installing('datasets')}"
         ) from error
     bunch = load_digits()
     features = (bunch.images / 16).astype(np.float32)
@@ -325,7 +325,7 @@ def _download(
     except ImportError as error:
         raise ConfigurationError(
             f"data set {dataset} is not {where}, and pooch, which downloads it, is not installed: "
-            f"run pip install 'weighmaster[datasets]', {elsewhere}"
+            f"run {installing('datasets')}, {elsewhere}"
         ) from error
     folder = Path(pooch.os_cache("weighmaster")) / dataset
     paths: list[Path] = []

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from protocol.arena import Arena
 from protocol.ensemble import Answers, Weighting
-from protocol.errors import ConfigurationError, ExitCode
+from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
+from protocol.extras import installing
 from protocol.injection import Plan
 from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
@@ -112,7 +113,7 @@ def _not_loaded(error: Exception) -> ConfigurationError:
     if name in ("tensorflow", "keras", "tf_keras"):
         return ConfigurationError(
             f"this worker needs TensorFlow, and {name} is not installed: "
-            "`pip install 'weighmaster[tensorflow]'`, or [tensorflow-cpu] for the CPU build"
+            f"{installing('tensorflow')}; [tensorflow-cpu] is the CPU build"
         )
     lines = [line for line in str(error).splitlines() if line.strip()]
     said = shortened(lines[-1]) if lines else "no message"
@@ -360,6 +361,12 @@ def print_plan(job: Job) -> int:
     _write(tried)
     _write(f"memory for values and receiving: {2 * layout.values_bytes:,} bytes, besides TensorFlow's own")
     return ExitCode.DONE
+
+
+def end_badly(error: WeighmasterError) -> int:
+    """Say in JSON why this worker ends, with its rank and name if they are known; return the exit code."""
+    _say.ended(str(error), error.exit_code)
+    return error.exit_code
 
 
 def token_of(config: WorkerConfig) -> str | None:

@@ -159,13 +159,14 @@ def test_what_is_killed_is_started_again_and_the_values_are_the_same(train):
     script = train(*options, "--supervise", "--checkpoint-every", 10, *faults)
     script.process.says(rf"What dies is started again; checkpoints: {script.directory}/checkpoints$")
     script.process.says(r"^worker-1 was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
-    port = script.port
+    port, page = script.port, (script.directory / "status-port").read_text()
     script.process.says(r"^The parameter server was killed by SIGKILL: started again( in 1 s)? \(1 of 10\)$")
     # Checkpoints are written while training goes on: which one is on the disk at step 67 is up to the disk.
     step = int(script.process.says(r"going on from step (\d+) of 100")[1])
     assert step <= 67
     script.process.ends_with(0)
     assert script.port == port, "else no worker would find it"
+    assert (script.directory / "status-port").read_text() == page, "else who looks at it would look in vain"
     assert script.has_left_nothing()
     log = script.process.log
     assert log.count("started again") == 3
@@ -204,7 +205,8 @@ def kill_server(script):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--workers", "none"), "train.sh: --workers must be a number from 1, not 'none'"),
+        (("--workers", "none"), "train.sh: --workers must be a number from 1 to 1024, not 'none'"),
+        (("--workers", 1025), "train.sh: --workers must be a number from 1 to 1024, not '1025'"),
         (("--port", 5014), "train.sh: --port is what this script sets by itself; .*scripts/launch_ps.sh"),
         (("--steps",), "train.sh: --steps needs a value"),
         (("--dry-run",), "train.sh: --dry-run is what this script sets by itself"),
@@ -215,7 +217,7 @@ def kill_server(script):
         (("--momentum", 0.9), "weighmaster-ps: --momentum works only with --optimizer sgd"),
         (("--init", "none.safetensors"), "weighmaster-ps: --init none.safetensors cannot be read"),
     ],
-    ids=["not a number", "its own", "no value", "a worker's", "unknown", "does not go", "no file"],
+    ids=["not a number", "too many", "its own", "no value", "a worker's", "unknown", "does not go", "no file"],
 )
 def test_an_option_that_is_wrong(train, options, sentence):
     """One sentence, of the script or of the server that was to have the option; nothing announced, nothing left."""
@@ -225,6 +227,16 @@ def test_an_option_that_is_wrong(train, options, sentence):
     assert script.process.log.count("\n") == 0
     assert script.members() == []
     assert not script.directory.exists()
+
+
+def test_what_an_earlier_run_has_learned_stays_until_another_one_begins(train, tmp_path):
+    directory = tmp_path / "run-0"
+    directory.mkdir(mode=0o700)
+    (directory / "summary.json").write_text("of the earlier run")
+    script = train("--momentum", 0.9)
+    script.process.ends_with(CONFIGURATION)
+    assert [path.name for path in directory.iterdir()] == ["summary.json"]
+    assert (directory / "summary.json").read_text() == "of the earlier run"
 
 
 def test_the_launch_scripts_are_the_programs(processes, tmp_path):

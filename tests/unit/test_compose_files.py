@@ -40,6 +40,42 @@ def test_only_the_owner_enters_and_containers_can_read(tmp_path: Path) -> None:
     assert (directory / ".gitignore").read_text() == "*\n"
 
 
+def _call(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_tls_files_are_put_where_containers_can_read_them(tmp_path: Path) -> None:
+    """They come from where make_test_ca.sh puts them, private; new ones take the place of those that are there."""
+    overlay = (ROOT / "docker-compose.tls.yml").read_text()
+    wanted = set(re.findall(r"^  (\w+): \{file: ", overlay, re.MULTILINE))
+    (tmp_path / "ca").mkdir()
+    for time in ("first", "second"):
+        for name in ("server.pem", "server.key", "ca.pem"):
+            (tmp_path / "ca" / name).write_text(f"{time} {name}")
+            (tmp_path / "ca" / name).chmod(0o600)
+        told = _call("--tls", "ca", tmp_path / "s", cwd=tmp_path)
+        assert told.returncode == 0, told.stderr
+        found = {name: (tmp_path / "s" / name).read_text() for name in wanted}
+        assert found == {
+            "tls_cert": f"{time} server.pem",
+            "tls_key": f"{time} server.key",
+            "tls_ca": f"{time} ca.pem",
+        }
+        assert {stat.S_IMODE((tmp_path / "s" / name).stat().st_mode) for name in wanted} == {0o444}
+    assert list((tmp_path / "s").glob("*.new")) == []
+
+
+def test_tls_files_that_are_not_all_there_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ca").mkdir()
+    (tmp_path / "ca" / "server.pem").touch()
+    for words in (["--tls"], ["--tls", tmp_path / "ca", tmp_path / "s"], ["--tsl", tmp_path / "s"]):
+        told = _call(*words)
+        assert told.returncode == 2
+        assert told.stderr.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+
+
 def test_tokens_that_are_there_stay(tmp_path: Path) -> None:
     _make(tmp_path / "s")
     before = {path.name: path.read_text() for path in (tmp_path / "s").iterdir()}
@@ -72,6 +108,28 @@ def test_a_build_sends_no_secret_to_the_engine() -> None:
     assert lines[0] == "*"
     sent = {line.strip("!/") for line in lines if line.startswith("!")}
     assert sent == {"pyproject.toml", "README.md", "LICENSE", "protocol", "ps", "worker"}
+
+
+def test_nothing_is_open_to_other_machines_unless_that_is_asked_for() -> None:
+    """The port of the server is published by a file of its own alone, at an address that has to be said."""
+    published = re.findall(r'ports: \["([^"]*)"\]', COMPOSE)
+    assert [port.split(":")[0] for port in published] == ["127.0.0.1"]
+    opened = re.findall(r'ports: \["(\S+).*\}:(\d+):(\d+)"\]', (ROOT / "docker-compose.open.yml").read_text())
+    assert opened == [("${PS_PUBLISH:?say", "5014", "5014")]
+
+
+def test_the_file_of_variables_is_nobody_elses() -> None:
+    """It is read at every command, so it stays in the checkout; it is neither committed nor part of an image."""
+    assert "/.env" in (ROOT / ".gitignore").read_text().split()
+    assert not any(line.startswith("!") and ".env" in line for line in (ROOT / ".dockerignore").read_text().split())
+
+
+def test_no_variable_is_given_before_a_command() -> None:
+    """The next command would not have it, and would make the container anew with the default."""
+    variables = set(re.findall(r"\$\{([A-Z_]+)", COMPOSE))
+    for page in (COMPOSE, (ROOT / "README.md").read_text(), (ROOT / "docs/OPERATIONS.md").read_text()):
+        given = re.findall(r"\b([A-Z_]+)=\S+ (?:[A-Z_]+=\S+ )*docker[ -]compose", page)
+        assert not variables & set(given)
 
 
 def test_no_builder_of_the_newest_kind_is_needed() -> None:

@@ -184,3 +184,22 @@ def test_a_run_does_not_import_the_proxy() -> None:
     """It may break the rules about sockets because nothing that trains depends on it."""
     users = {_name(path) for path in MODULES if "protocol.proxy" in set(imports_of(path.read_text()))}
     assert users == {"protocol/fault_proxy.py"}
+
+
+def test_every_module_stands_in_the_table_of_the_architecture() -> None:
+    """A newcomer finds each, once, and nothing that is not there."""
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    told: list[str] = []
+    for cell in cells:
+        package, _, rest = cell.strip().strip("`").partition("/")
+        told += [f"{package}/{name}.py" for name in re.findall(r"\w+", rest)]
+    assert len(set(told)) == len(told)
+    assert set(told) == {_name(path) for path in MODULES if path.stem != "__init__"}
+
+
+def test_the_architecture_says_who_opens_sockets() -> None:
+    text = " ".join((ROOT / "docs/ARCHITECTURE.md").read_text().split())
+    openers = MAY_IMPORT_SOCKETS - {"protocol/tls.py", "protocol/certificates.py"}
+    (told,) = re.findall(r"too, that only (.*?) open sockets", text)
+    assert set(re.findall(r"`(\S+)`", told)) == openers

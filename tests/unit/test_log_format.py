@@ -5,11 +5,21 @@ import io
 import json
 import logging
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from protocol.log_lines import MAX_MESSAGE_CHARACTERS, UNNAMED, json_line, recognise, rfc3339
+from protocol.log_lines import (
+    ENDED,
+    MAX_MESSAGE_CHARACTERS,
+    UNNAMED,
+    asks_for_json,
+    json_line,
+    recognise,
+    rfc3339,
+)
 from protocol.messages import AUTO_RANK, Role
+from ps import command_line as server_side
 from ps import log_format
 from ps.command_line import parse
 from ps.console import PLAIN_LINE_S
@@ -18,6 +28,7 @@ from ps.instructions import Announce
 from ps.log_events import EVENTS
 from ps.log_format import JsonConsole, JsonFormatter, formatter_of
 from ps.members import Granted, Identity
+from worker import command_line as worker_side
 from worker import log_format as worker_log
 from worker.log_format import Speaker
 
@@ -260,6 +271,78 @@ def test_a_worker_speaks_json_with_its_rank() -> None:
     first, second = map(json.loads, lines)
     assert "rank" not in first
     assert (second["event"], second["step"], second["rank"], second["name"]) == ("push_not_counted", 3, 2, "w")
+    assert (first["level"], second["level"]) == ("info", "warning")
+
+
+def test_a_bad_end_of_a_worker_is_an_event_like_any_other() -> None:
+    lines: list[str] = []
+    speaker = Speaker(lines.append, "json", "w", 2, clock=lambda: 0.0)
+    speaker.ended("the server is gone", 4)
+    (line,) = map(json.loads, lines)
+    assert line == {
+        "time": "1970-01-01T00:00:00.000Z",
+        "level": "error",
+        "event": ENDED,
+        "message": "the server is gone",
+        "rank": 2,
+        "name": "w",
+        "exit_code": 4,
+    }
+
+
+def test_a_worker_warns_of_what_somebody_should_look_at() -> None:
+    levels = {row.event: row.level for row in worker_log.EVENTS}
+    assert set(levels.values()) == {"info", "warning"}
+    warnings = {event for event, level in levels.items() if level == "warning"}
+    assert warnings >= {"waiting_for_server", "connection_lost", "push_not_counted", "fault_injected"}
+    assert not warnings & {"connected", "done", "test", "loading"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "expected"),
+    [
+        ([], None, False),
+        ([], "json", True),
+        (["--log-format", "json"], None, True),
+        (["--steps", "3", "--log-format=json"], "text", True),
+        (["--log-format", "json", "--log-format", "text"], "json", False),
+        (["--log-format"], "json", False),
+        (["--log-format=text", "--name", "json"], "json", False),
+    ],
+)
+def test_what_is_asked_for_is_known_before_the_options_are_understood(
+    arguments: list[str], variable: str | None, expected: bool
+) -> None:
+    assert asks_for_json(arguments, variable) is expected
+
+
+@pytest.mark.parametrize("side", [server_side, worker_side], ids=["server", "worker"])
+@pytest.mark.parametrize("words", [["--nonsense"], ["--name", "\n"], ["--steps", "0", "--workers", "1"]])
+def test_a_wrong_option_is_an_event_too(
+    side: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = side.build_command(*[lambda _: 0] * (4 if side is server_side else 1))
+    code = side.execute(command, [*words, "--log-format", "json"])
+    shown = capsys.readouterr()
+    line = json.loads(shown.out)
+    assert (line["event"], line["level"], line["exit_code"]) == (ENDED, "error", code)
+    assert shown.err == ""
+    monkeypatch.setenv("WEIGHMASTER_LOG_FORMAT", "json")
+    assert side.execute(command, words) == code
+    assert json.loads(capsys.readouterr().out)["message"] == line["message"]
+    monkeypatch.setenv("WEIGHMASTER_LOG_FORMAT", "text")
+    assert side.execute(command, words) == code
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"{side.PROGRAM}: {line['message']}\n")
+
+
+def test_commands_beside_serving_have_no_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they print is the answer itself, so an error is none of it."""
+    monkeypatch.setenv("WEIGHMASTER_LOG_FORMAT", "json")
+    assert server_side.execute(server_side.build_command(*[lambda _: 0] * 4), ["token", "--nonsense"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_the_names_are_short_and_not_used_for_two_things() -> None:
@@ -267,4 +350,4 @@ def test_the_names_are_short_and_not_used_for_two_things() -> None:
         names = [row.event for row in table]
         assert len(set(names)) == len(names)
         assert all(name.replace("_", "").isalpha() and name.islower() for name in names)
-        assert {UNNAMED, log_format.PROGRESS, log_format.ENDED}.isdisjoint(names)
+        assert {UNNAMED, log_format.PROGRESS, ENDED}.isdisjoint(names)

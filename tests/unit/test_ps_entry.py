@@ -1,5 +1,6 @@
 """How the server's process begins: what it calls itself, and that a signal which comes early is one sentence."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ps.__main__
+from protocol.errors import ExitCode
 from ps import command_line
 from ps.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
 
@@ -91,3 +93,16 @@ def test_the_scripts_tell_what_was_typed() -> None:
     """What the environment is to say is spelled alike on both sides."""
     for name in ("launch_ps.sh", "launch_worker.sh", "train.sh"):
         assert f"export {STARTED_AS}=" in (ROOT / "scripts" / name).read_text()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_bad_end_is_said_once(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = command_line.parse(["--steps", "1", "--workers", "1", "--log-format", log_format])
+    ps.__main__._say_ended(config, "the run ended", "no_progress", ExitCode.NO_PROGRESS, 3)
+    shown = capsys.readouterr()
+    if log_format == "text":
+        assert (shown.out, shown.err) == ("", "weighmaster-ps: the run ended\n")
+    else:
+        line = json.loads(shown.out)
+        assert (line["event"], line["status"], line["exit_code"], line["step"]) == ("ended", "no_progress", 7, 3)
+        assert shown.err == ""

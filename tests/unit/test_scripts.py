@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 
+from protocol.extras import installing
+from ps.combinations import MAX_WORKERS
 from ps.command_line import build_command as build_ps
 from worker.command_line import build_command as build_worker
 
@@ -47,6 +50,34 @@ def test_it_can_be_started_and_stops_at_an_error(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
+
+
+@pytest.mark.parametrize("kind", ["core", "worker", "dev"])
+def test_no_option_of_the_server_lacks_what_it_needs(kind: str) -> None:
+    """Every environment that the scripts make has the metrics and TensorBoard's writer; train.sh's is `worker`."""
+    program = f"source {SOURCED}; _extras {kind}"
+    told = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(told.strip("[]\n").split(","))
+    assert named <= set(groups)
+    needs = {need for name in named for need in groups[name]}
+    if "dev" in named:
+        (whole,) = groups["dev"]
+        named = set(re.split(r"[\[\],]", whole)[1:-1])
+        needs = {need for name in named for need in groups[name]}
+    assert needs >= {*groups["metrics"], *groups["tensorboard"]}
+    assert (kind == "core") != (needs >= set(groups["datasets"]))
+
+
+def test_what_is_advised_is_a_group_that_there_is() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [path for folder in ("protocol", "ps", "worker") for path in (ROOT / folder).glob("*.py")]
+    advised = {name for path in files for name in re.findall(r"installing\('(\w+)'\)", path.read_text())}
+    assert advised == {"datasets", "metrics", "tensorboard", "tensorflow"}
+    assert advised <= set(groups)
+    for name in advised:
+        assert f"'weighmaster[{name}]'" in installing(name)
+        assert f".venv/bin/pip install -e '.[{name}]'" in installing(name)
 
 
 def test_shellcheck_finds_nothing() -> None:
@@ -90,6 +121,11 @@ def test_train_hands_each_option_to_a_program_that_has_it() -> None:
     assert not kept & PS_OPTIONS
 
 
+def test_train_allows_as_many_workers_as_the_server() -> None:
+    assert re.findall(r"^most_workers=(\d+)", TRAIN, re.MULTILINE) == [str(MAX_WORKERS)]
+    assert f"workers, 1 to {MAX_WORKERS} " in HELP
+
+
 def test_the_help_of_train_says_where_each_option_goes() -> None:
     """What it takes has a line or is in an example; what it refuses is named as refused, and nothing else is."""
     cases = re.findall(r"^ +((?:--[a-z-]+(?:=\*)? \| )[^)]*)\)$", TRAIN, re.MULTILINE)
@@ -113,6 +149,60 @@ def test_the_checks_look_at_our_own_folders_only() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert set(found[1].split()) == folders
     assert not re.search(r"-m ruff .*\.$", check, re.MULTILINE)
+
+
+# ---- how all are ended: the script's own functions, with processes and time that are made up ------------
+
+
+def _stopped(checkpoint_dir: str, server_takes: int, again_after: int = 10_000) -> tuple[int, list[str]]:
+    """Stop a server that takes so many tenths of a second, and a worker; return those gone by, and what is sent.
+
+    Args:
+        checkpoint_dir: where checkpoints are kept, or empty.
+        server_takes: tenths of a second until the server has ended.
+        again_after: the tenth in which a second Ctrl-C comes.
+    """
+    start = TRAIN.index("# Waits at most $1 tenths")
+    functions = TRAIN[start : TRAIN.index("# Tells whether the server has listened")]
+    lines = [
+        *("set -euo pipefail", "declare -A running=([11]=server [12]=worker-0)", "ps_pid=11", "ticks=0"),
+        f"checkpoint_dir='{checkpoint_dir}'",
+        "say() { :; }; wait() { :; }",
+        f"alive() {{ [ $1 = 11 ] && ((ticks < {server_takes})); }}",
+        f"pause() {{ ((++ticks != {again_after})) || builtin kill -s INT $$; }}",
+        'kill() { if [ "$1" = -s ]; then echo "$2 ${!#}"; else echo "${1#-} ${!#}"; fi; }',
+        functions,
+        *("stop_all INT", 'echo "$ticks"'),
+    ]
+    done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    *sent, ticks = done.stdout.splitlines()
+    return int(ticks), sent
+
+
+def test_ctrl_c_waits_for_the_last_checkpoint() -> None:
+    assert _stopped("ckpt", 400)[0] == 400
+    assert _stopped("ckpt", 3)[0] == 3
+
+
+def test_ctrl_c_ends_all_within_five_seconds_where_nothing_is_written() -> None:
+    ticks, sent = _stopped("", 400)
+    assert ticks < 50
+    assert sent[0] == "INT -11"
+    assert "KILL -11" in sent
+
+
+def test_a_checkpoint_that_never_ends_is_not_waited_for_for_ever() -> None:
+    ticks, sent = _stopped("ckpt", 100_000)
+    assert 1200 < ticks < 1250
+    assert "KILL -11" in sent
+
+
+@pytest.mark.parametrize("checkpoint_dir", ["ckpt", ""])
+def test_a_second_ctrl_c_kills(checkpoint_dir: str) -> None:
+    ticks, sent = _stopped(checkpoint_dir, 100_000, again_after=15)
+    assert ticks == 15
+    assert {"KILL -11", "KILL -12"} <= set(sent)
 
 
 # ---- what --supervise starts again: the script's own functions, run on made-up ends -----------------------

@@ -179,7 +179,7 @@ def test_without_tensorflow_it_says_what_to_install(tmp_path, monkeypatch):
     path = tmp_path / "mine.py"
     path.write_text(HEAD)
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(ConfigurationError, match=r"not installed: `pip install 'weighmaster\[tensorflow\]'`"):
+    with pytest.raises(ConfigurationError, match=r"not installed: pip install 'weighmaster\[tensorflow\]'"):
         load_user_master(f"{path}:master")
 
 

@@ -1,5 +1,6 @@
 """How a worker's process begins: what it calls itself, and that a signal which comes early is one sentence."""
 
+import json
 import os
 import signal
 import subprocess
@@ -154,3 +155,36 @@ def test_a_second_signal_does_not_break_into_the_leave_that_the_first_one_takes(
     finally:
         for number, earlier in zip(both, before, strict=True):
             signal.signal(number, earlier)
+
+
+def test_why_a_worker_ends_is_said_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In JSON an event like any other, in text a sentence on standard error."""
+    monkeypatch.setattr(worker.__main__, "_log_format", "text")  # it is put back at the end
+    for log_format in ("json", "text"):
+        options = ["--token-file", str(tmp_path / "none"), "--log-format", log_format]
+        assert execute(build_command(worker.__main__.run), options) == 2
+        shown = capsys.readouterr()
+        if log_format == "json":
+            line = json.loads(shown.out)
+            assert (line["event"], line["level"], line["exit_code"]) == ("ended", "error", 2)
+            assert shown.err == ""
+        else:
+            assert (shown.out, shown.err) == ("", f"weighmaster-worker: {line['message']}\n")
+
+
+def test_a_signal_is_said_in_the_log(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(worker.__main__.os, "_exit", codes.append)
+    for log_format in ("json", "text"):
+        monkeypatch.setattr(worker.__main__, "_log_format", log_format)
+        worker.__main__._leave(signal.SIGTERM, None)
+        shown = capfd.readouterr()
+        if log_format == "json":
+            line = json.loads(shown.out)
+            assert (line["event"], line["message"], line["exit_code"]) == ("ended", "interrupted by SIGTERM", 143)
+            assert shown.err == ""
+        else:
+            assert (shown.out, shown.err) == ("", "weighmaster-worker: interrupted by SIGTERM\n")
+    assert codes == [143, 143]
