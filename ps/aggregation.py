@@ -12,8 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from protocol.errors import ConfigurationError
-from ps.fitting import weighted_median
-from ps.geometry import Vector
+from ps.geometry import Vector, weighted_median
 from ps.rule import Decision, Need, RoundView
 
 LONGEST_RESCALE = 1e6

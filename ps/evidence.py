@@ -23,7 +23,8 @@ from protocol.errors import LocalProtocolError
 from ps.alarm import FIELDS as ALARM_FIELDS
 from ps.alarm import Alarm, changed
 from ps.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
-from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up, weighted_median
+from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up
+from ps.geometry import weighted_median
 from ps.ledger import Ledger, Matrix, Rows, Vector
 from ps.rule import Decision, Need, RoundView
 

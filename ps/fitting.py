@@ -1,4 +1,4 @@
-"""Small exact pieces of the evidence rule: a non-negative fit, a median by weight, a guess at inner products."""
+"""Small exact pieces of the evidence rule: a non-negative fit, a guess at inner products."""
 
 import math
 
@@ -56,22 +56,6 @@ def warm_up() -> None:
         nonnegative_fit(np.eye(1), np.ones(1), 1.0, 1)
     except OSError:  # compiled, but numba's cache on disk is full or not ours to write
         nonnegative_fit(np.eye(1), np.ones(1), 1.0, 1)
-
-
-def weighted_median(values: Vector, weights: Vector) -> float:
-    """Return the lower weighted median: the least value at which half of the weight is reached; 0 for none.
-
-    Args:
-        values: [n].
-        weights: [n], at least 0; if all are 0, all values count alike.
-    """
-    if not values.size:
-        return 0.0
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    if reached[-1] == 0.0:
-        return float(values[order[(values.size - 1) // 2]])
-    return float(values[order[np.searchsorted(reached, 0.5 * reached[-1])]])
 
 
 def off_diagonal_of_rank_one(sums: Vector, parts: Vector, lengths: Vector) -> Matrix:

@@ -181,3 +181,19 @@ def _root(square: float) -> float:
 def _check_shape(products: Matrix, rows: int, columns: int) -> None:
     if products.shape != (rows, columns):
         raise LocalProtocolError(f"inner products of shape {products.shape} do not fit a round's {rows, columns}")
+
+
+def weighted_median(values: Vector, weights: Vector) -> float:
+    """Return the lower weighted median: the least value at which half of the weight is reached; 0 for none.
+
+    Args:
+        values: [n].
+        weights: [n], at least 0; if all are 0, all values count alike.
+    """
+    if not values.size:
+        return 0.0
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    if reached[-1] == 0.0:
+        return float(values[order[(values.size - 1) // 2]])
+    return float(values[order[np.searchsorted(reached, 0.5 * reached[-1])]])

@@ -11,7 +11,8 @@ from protocol.errors import LocalProtocolError
 from ps.alarm import LASTS, ODD_ROUNDS
 from ps.claims import CLAIM_WARM_UP
 from ps.evidence import Evidence
-from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one, weighted_median
+from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one
+from ps.geometry import weighted_median
 from ps.master import Master
 
 from .judged_rounds import alarms_of, noisy_rounds, round_view

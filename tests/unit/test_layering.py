@@ -40,7 +40,8 @@ COORDINATION = {
     *("validation", "waits"),
 }
 PURE = COORDINATION | {
-    *("aggregation", "doorstep", "ensemble", "geometry", "history", "metrics", "network", "schedules", "trust"),
+    *("aggregation", "doorstep", "ensemble", "geometry", "history", "metrics", "network", "rule", "schedules"),
+    "trust",
     *("status", "status_answers", "status_feed"),
 }
 """Modules of ps/ that neither wait, nor read a clock, nor draw lots: time is an argument, and may jump a day."""
