@@ -1,6 +1,7 @@
 """The parameter server: sessions bring events, the coordinator decides, and here it is carried out.
 
-All state is behind one lock. `_update` is the one place where the weights are updated.
+All state is behind one lock. Nobody who has it waits for the disk or a compiler, and what tells clients that the
+server is alive does without it. `_update` is the one place where the weights are updated.
 """
 
 import logging
@@ -35,10 +36,11 @@ from protocol.transport import Address, Listener
 from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement
-from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of, warm_up
+from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of
 from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpointing import Checkpointing, Parts, changes_since, restore
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
+from ps.compiling import Compiling
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
@@ -90,7 +92,7 @@ class ParameterServer:
         grants: who may join with which token; empty admits everyone.
         faults: what is to break on purpose.
         admissions: lets clients in.
-        is_compiling: the kernels that every run needs are not ready yet.
+        compiling: makes the kernels ready that the run needs.
     """
 
     def __init__(
@@ -137,13 +139,13 @@ class ParameterServer:
         self._narration = Narration(console)
         self._onlookers = Onlookers(config, epoch, self._began, [grant.token for grant in grants])
         ensemble = make_ensemble(config, initial_values)
-        self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
         self._agreement = Agreement(config, ensemble, initial_values, self._lock, self._cannot_hold)
         self._members = None if ensemble is None else MembersMode(ensemble)
         self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
         self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
-        self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
+        self._door = Door(lambda number, channel: Session(number, channel, self), self.broke)
+        self.compiling = Compiling(config, self._nudge_all, self.broke)
         self._ended = threading.Event()
         self._finish: Finish | None = None
         self._finished_at = 0.0
@@ -156,7 +158,8 @@ class ParameterServer:
         self._checkpoints = None
         if checkpoints is not None:
             resumed_at = None if restored is None else restored.step
-            self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at)
+            self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at, self._written)
+        self._waiting = self._coordinator.waiting_for(self._began)
 
     @property
     def _store(self) -> Store | None:
@@ -180,9 +183,7 @@ class ParameterServer:
         page = self._onlookers.open(self._coordinator.step)
         if page is not None:
             logger.info("the status page is at %s", page)
-        # While the workers load TensorFlow; who comes too early is told to wait.
-        self.is_compiling = True
-        threading.Thread(target=self._compile, name="compile", daemon=True).start()
+        self.compiling.begin(("float32",))  # while the workers load TensorFlow; who comes too early is told to wait
         self._door.open(listener)
         try:
             while not self._ended.wait(TICK_S):
@@ -242,12 +243,16 @@ class ParameterServer:
             now = time.monotonic()
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
-            self._carry_out(self._coordinator.tick(now))
+            if self._holds_back:
+                self._waiting = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
+            else:  # nobody is late who could not have got any values
+                self._carry_out(self._coordinator.tick(now))
+                self._waiting = self._coordinator.waiting_for(now)
             self.settle()
             self._record.flush()
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
-            self._narration.whom_we_wait_for(self._coordinator, now)
+            self._narration.whom_we_wait_for(self._coordinator, self._waiting, now)
         self._show()
 
     def _show(self) -> None:
@@ -279,14 +284,23 @@ class ParameterServer:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
         return self._store.export() if self._store is not None and self._coordinator.has_values else None
 
-    def _compile(self) -> None:
-        """Make the kernels ready that every run needs, then call those who wait for it."""
+    @property
+    def _holds_back(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.holds_back
+
+    def _written(self) -> None:
+        """A checkpoint has been written, or has failed: whose values were held back for it gets them now."""
         try:
-            warm_up(self.config)
-        finally:
-            self.is_compiling = False
-            for session in self._door.sessions():
-                session.nudge()
+            with self._lock:
+                if self._checkpoints is not None and not self._ended.is_set():
+                    self._checkpoints.take_delayed(self._parts)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not the thread that writes
+            self.broke(error)
+        self._nudge_all()
+
+    def _nudge_all(self) -> None:
+        for session in self._door.sessions():
+            session.nudge()
 
     def _show_progress(self, now: float) -> None:
         self._narration.progress(self._coordinator, self._record.metrics, now)
@@ -388,27 +402,40 @@ class ParameterServer:
                 self._record.metrics.tested(TestResult(report.step, report.loss, report.accuracy))
 
     def waiting_for(self) -> str:
-        """Say in words for whom the run waits."""
-        with self._lock:
-            return self._coordinator.waiting_for(time.monotonic())
+        """Say in words for whom the run waits, as of the last tick; without the lock, so that nothing delays it."""
+        return self._waiting
 
-    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]]:
+    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]] | None:
         """Pin the current values for a reply, and say which pieces of them the client gets.
 
         Whoever sends them releases the hold. Nothing here may wait for the lock while it holds a version: an update
         that waits for the release of versions has the lock.
+
+        Returns:
+            None while they are held back; the session is nudged when they no longer are.
         """
         assert self._store is not None
         with self._lock:
+            if self._holds_back:
+                return None
             member = self._coordinator.registry.of(session.number)
-        hold = self._store.hold(session.link.abort)
+            hold = self._store.hold(session.link.abort)
         pieces = self._mode.pieces_of(hold.version.buffer, None if member is None else member.rank)
         return self._values(hold.version.step, reply), hold, pieces
 
-    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
-        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply."""
+    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values | None:
+        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply.
+
+        Returns:
+            None, as `values_for` does.
+        """
         assert self._store is not None
-        return self._values(self._store.evaluation_values(out).step, reply)
+        with self._lock:
+            if self._holds_back:
+                return None
+        step = self._store.evaluation_values(out).step
+        with self._lock:  # asked after the copy: an update that came before it is known here
+            return None if self._holds_back else self._values(step, reply)
 
     def _values(self, step: int, reply: Reply) -> Values:
         done = step >= self.config.steps
@@ -440,7 +467,6 @@ class ParameterServer:
                     self._unsettled.append((instruction, self._close_round(instruction)))
                     if self._checkpoints is not None and self._checkpoints.waits:
                         self.settle()  # nobody gets values that are not on the disk
-                        self._checkpoints.wait()
                 case WeighAnswers(ranks=ranks):
                     assert self._members is not None
                     self._members.weigh(ranks)
