@@ -168,6 +168,13 @@ class Checkpointing:
         newest = self._resumed_at if self._writer.last_step is None else self._writer.last_step
         if store is None or not parts.course.has_values or newest == parts.course.step:
             return
+        if store.current.step != parts.course.step:
+            logger.warning(
+                "no last checkpoint is written, since the values of step %d could not be made: "
+                "a run that goes on begins with an earlier one",
+                parts.course.step,
+            )
+            return
         held = store.snapshot(parts.closer.references)
         try:
             self._writer.write_now(self._snapshot(parts, held, course_state.state_of(parts.course)))

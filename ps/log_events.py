@@ -165,6 +165,12 @@ EVENTS = (
         "free the disk",
     ),
     sentence(
+        "checkpoint_skipped",
+        r"no last checkpoint is written, since the values of step (?P<step>\d+) could not be made.*",
+        "the run ended in the midst of an update",
+        "go on from the checkpoint before with `--resume`",
+    ),
+    sentence(
         "checkpoint_cleanup",
         r"(?:removing .*: its server ended .*|.*; old checkpoints are not removed|.* cannot be removed: .*)",
         "old or unfinished checkpoints are removed, or cannot be",

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,12 +187,12 @@ class ParameterServer:
         self._door.open(listener)
         try:
             while not self._ended.wait(TICK_S):
-                self.tick()
+                self._guarded(self.tick)
         finally:
             self._ended.set()
             self._door.close(listener)
-            self.settle()
-            self._show()
+            self._guarded(self.settle)
+            self._guarded(self._show)
             self._record.close()
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
@@ -236,6 +236,13 @@ class ParameterServer:
     def interrupt(self, signal_name: str) -> None:
         """Ask the run to end at its next tick; safe from a signal handler."""
         self._signal = signal_name
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Do what must not leave clients without a word, and the operator without a summary."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run in the ordinary way
+            self.broke(error)
 
     def tick(self) -> None:
         """Let time pass: check deadlines, redraw the progress line."""
@@ -290,13 +297,13 @@ class ParameterServer:
 
     def _written(self) -> None:
         """A checkpoint has been written, or has failed: whose values were held back for it gets them now."""
-        try:
-            with self._lock:
-                if self._checkpoints is not None and not self._ended.is_set():
-                    self._checkpoints.take_delayed(self._parts)
-        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not the thread that writes
-            self.broke(error)
+        self._guarded(self._take_delayed)
         self._nudge_all()
+
+    def _take_delayed(self) -> None:
+        with self._lock:
+            if self._checkpoints is not None and not self._ended.is_set():
+                self._checkpoints.take_delayed(self._parts)
 
     def _nudge_all(self) -> None:
         for session in self._door.sessions():
@@ -444,11 +451,13 @@ class ParameterServer:
     def broke(self, error: BaseException) -> None:
         """A thread met a fault of the server itself: end the run rather than go on in doubt."""
         if isinstance(error, WeighmasterError):
-            status = Status.NO_PROGRESS if isinstance(error, NoProgress) else Status.FAILED
-            self.stop(status, str(error))
-            return
-        logger.error("the server itself has failed", exc_info=error)
-        self.stop(Status.FAILED, f"the server itself has failed: {error!r}")
+            why = Finish(Status.NO_PROGRESS if isinstance(error, NoProgress) else Status.FAILED, str(error))
+        else:
+            logger.error("the server itself has failed", exc_info=error)
+            why = Finish(Status.FAILED, f"the server itself has failed: {error!r}")
+        with self._lock:
+            # The coordinator may have ended the run already, and the error kept its word from being carried out.
+            self._carry_out(self._coordinator.stop(why.status, why.reason) or [why])
 
     # ---- instructions ----------------------------------------------------------------------------------
 
@@ -478,13 +487,19 @@ class ParameterServer:
                         session.post(instruction)
                 case Announce(text, warning):
                     logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
-                case Finish():
-                    self._mode.vote_now()
-                    self._take_vote()
-                    self._finish, self._finished_at = instruction, time.monotonic()
-                    self.admissions.is_over = instruction.status is not Status.DONE
-                    self._door.announce(instruction)
-                    self._ended.set()
+                case Finish() if self._finish is None:
+                    self._end(instruction)
+
+    def _end(self, finish: Finish) -> None:
+        try:
+            self._mode.vote_now()
+            self._take_vote()
+        except Exception as error:  # it may be why the run ends; the end must come all the same
+            logger.error("the server itself has failed", exc_info=error)
+        self._finish, self._finished_at = finish, time.monotonic()
+        self.admissions.is_over = finish.status is not Status.DONE
+        self._door.announce(finish)
+        self._ended.set()
 
     def settle(self) -> None:
         """Learn from the rounds that have closed, and keep them; after the replies: nobody waits for it."""

@@ -1,4 +1,4 @@
-"""What a server still does while a checkpoint is written, kernels compile, or an update takes its time."""
+"""What a server still does while a checkpoint is written or kernels compile, and when it fails itself."""
 
 import contextlib
 import io
@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from protocol.errors import NoProgress
 from protocol.messages import Ended, Heartbeat, Pull, Push, Role, Status, Values, Welcome
 from protocol.tensors import Layout, Manifest, VariableSpec
 from ps import compiling
@@ -158,7 +159,8 @@ def test_whoever_waits_hears_of_the_server_and_callers_are_challenged_while_its_
     """As it is during an update of many gigabytes, or one that waits for a reader to let go of values."""
     run = serve(workers=2)
     worker = join(run)
-    waiting_words(worker)  # so its pull is known
+    while "the start waits for rank 1" not in waiting_words(worker):
+        pass
     with run.server._lock:
         beats = [waiting_words(worker) for _ in range(3)]
         run.offer(Role.WORKER, KERNEL, rank=1)  # challenged, and its proof accepted
@@ -184,3 +186,58 @@ def test_kernels_of_another_dtype_are_compiled_while_everybody_is_heard(serve, m
     assert isinstance(answer(first), Ended)
     may_compile.set()
     assert asked == ["float32", "float64"]
+
+
+# ---- what the server itself fails in -------------------------------------------------------------------
+
+
+def fail(*_):
+    raise ZeroDivisionError("a fault")
+
+
+@pytest.mark.parametrize("also_the_vote", [False, True])
+def test_a_fault_in_what_the_server_does_by_itself_ends_the_run_in_the_ordinary_way(
+    serve, monkeypatch, also_the_vote
+):
+    """Clients hear why; `run` returns, so that a summary is written."""
+    run = serve(workers=2)
+    worker = join(run)
+    if also_the_vote:
+        monkeypatch.setattr(run.server._mode, "vote_now", fail)
+    monkeypatch.setattr(run.server._coordinator, "tick", fail)
+    ended = answer(worker)
+    assert ended == Ended(Status.FAILED, "the server itself has failed: ZeroDivisionError('a fault')")
+    finish = run.running.result(PATIENCE_S)
+    assert finish.status is Status.FAILED
+    assert run.server.summary(finish)["status"] == "failed"
+
+
+def test_a_fault_between_a_decision_and_the_end_that_comes_with_it_does_not_swallow_the_end(serve, monkeypatch):
+    run = serve(workers=1, steps=1)
+    worker = join(run)
+    assert values(worker)[0] == 0
+    monkeypatch.setattr(run.server._mode, "close", fail)
+    monkeypatch.setattr(
+        run.server._coordinator, "_next_step", lambda *_: run.server._coordinator._finish(Status.DONE, "")
+    )
+    push(worker, 0)
+    assert run.running.result(PATIENCE_S).status is Status.FAILED
+
+
+def test_a_run_that_ends_in_the_midst_of_an_update_has_a_summary_and_no_last_checkpoint(
+    serve, monkeypatch, caplog, tmp_path
+):
+    def stuck(*_):
+        raise NoProgress("the values of steps [0] have been in use for over 60 s")
+
+    run = serve()
+    worker = join(run)
+    assert values(worker)[0] == 0
+    monkeypatch.setattr(run.server._store, "apply", stuck)
+    push(worker, 0)
+    finish = run.running.result(PATIENCE_S)
+    assert finish.status is Status.NO_PROGRESS
+    run.server.keep_last(finish)
+    assert run.server.summary(finish)["status"] == "no_progress"
+    assert kept(tmp_path) == [0]
+    assert "no last checkpoint is written, since the values of step 1 could not be made" in caplog.text
