@@ -60,8 +60,9 @@ EVENTS = (
     sentence(
         "round_void",
         r"round (?P<step>\d+) is void: .*",
-        "no push could be used; ten in a row end the run as diverged",
-        "as for `push_refused`",
+        "no push could be used, or the rule gave all weight 0 (said once of rounds in a row); ten in a row end the "
+        "run as diverged",
+        "as for `push_refused`; of a rule, look whether the workers still learn",
     ),
     sentence(
         "late",

@@ -147,6 +147,7 @@ class ParameterServer:
         self._door = Door(lambda number, channel: Session(number, channel, self), self.broke)
         self.compiling = Compiling(config, self._nudge_all, self.broke)
         self._ended = threading.Event()
+        self._rule_is_idle = False
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
@@ -514,11 +515,21 @@ class ParameterServer:
             self.faults.at(Point.BEFORE_APPLY, _only_rank(closing), closing.step)
             closed = self._update(closing)
             self.faults.at(Point.AFTER_APPLY, _only_rank(closing), closing.step)
+            self._note_if_void(closing.step, closed)
         else:
             self._mode.skip()
         if self._checkpoints is not None:
             self._checkpoints.round_closed(self._coordinator)
         return closed
+
+    def _note_if_void(self, step: int, closed: Closed) -> None:
+        """Count a round of which the rule applies nothing; the first of several in a row is told."""
+        was_void, self._rule_is_idle = self._rule_is_idle, not closed.weights
+        if self._rule_is_idle:
+            self._coordinator.void_rounds += 1
+            if not was_void:
+                rule = self.config.aggregation
+                logger.warning("round %d is void: the rule %s found nothing to apply", step, rule)
 
     def _update(self, closing: CloseRound) -> Closed:
         """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""

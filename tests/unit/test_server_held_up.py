@@ -1,17 +1,19 @@
-"""What a server still does while a checkpoint is written or kernels compile, and when it fails itself."""
+"""A server over real sockets: what it does while it is held up, when it fails itself, and in rounds of nothing."""
 
 import contextlib
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from protocol.errors import NoProgress
-from protocol.messages import Ended, Heartbeat, Pull, Push, Role, Status, Values, Welcome
+from protocol.messages import Bye, Ended, Heartbeat, Pull, Push, Role, Status, Values, Welcome
 from protocol.tensors import Layout, Manifest, VariableSpec
 from ps import compiling
+from ps.aggregation import Decision
 from ps.checkpoint import CheckpointDirectory, checkpoints_in
 from ps.config import ServerConfig
 from ps.console import Console
@@ -241,3 +243,24 @@ def test_a_run_that_ends_in_the_midst_of_an_update_has_a_summary_and_no_last_che
     assert run.server.summary(finish)["status"] == "no_progress"
     assert kept(tmp_path) == [0]
     assert "no last checkpoint is written, since the values of step 1 could not be made" in caplog.text
+
+
+# ---- rounds of which the rule applies nothing ----------------------------------------------------------
+
+
+def test_rounds_whose_weights_are_all_0_are_void_and_the_first_of_them_is_told(serve, monkeypatch, caplog):
+    """The values stay, the push was taken; what the rule finds in between begins a new series."""
+    run = serve(steps=4)
+    worker = join(run)
+    assert values(worker)[0] == 0
+    rule = run.server._closer.rule
+    blind = SimpleNamespace(needs=frozenset(), decide=lambda view: Decision(np.zeros(1), np.ones(1)))
+    for step, judge, value in ((0, blind, 0.0), (1, blind, 0.0), (2, rule, 1.0), (3, blind, 1.0)):
+        monkeypatch.setattr(run.server._closer, "rule", judge)
+        push(worker, step, seq=step + 1)
+        assert values(worker) == (step + 1, [value] * 3)
+    worker.send(Bye())
+    summary = run.server.summary(run.running.result(PATIENCE_S))
+    assert (summary["void_rounds"], summary["workers"][0]["pushes"]) == (3, 4)
+    told = [text for text in caplog.messages if "is void" in text]
+    assert told == [f"round {step} is void: the rule mean found nothing to apply" for step in (0, 3)]
