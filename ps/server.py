@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,9 @@ logger = logging.getLogger("weighmaster.ps")
 
 RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
 """A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""
+
+HELD_UP = "it held up an update: it was too slow to take the values that it had asked for"
+"""Why a reader is cut off whose version of the values is wanted for a new one."""
 
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
@@ -427,7 +431,7 @@ class ParameterServer:
             if self._holds_back:
                 return None
             member = self._coordinator.registry.of(session.number)
-            hold = self._store.hold(session.link.abort)
+            hold = self._store.hold(partial(session.cut, HELD_UP))
         pieces = self._mode.pieces_of(hold.version.buffer, None if member is None else member.rank)
         return self._values(hold.version.step, reply), hold, pieces
 

@@ -97,7 +97,7 @@ class Session(threading.Thread):
         joined: whether the coordinator knows of it.
         ended: set when nothing of this session touches the store any more.
         after_payload: what to do when the payload that is being dropped has been read.
-        cut_because: why another session has cut this one; empty if none has.
+        cut_because: why the server itself has cut this connection; empty if it has not.
         leaves_door: called once, when this is no stranger's connection any more, or has ended as one.
         proof_failed: called when its proof is wrong, before it hears of it.
     """
@@ -131,6 +131,11 @@ class Session(threading.Thread):
     def nudge(self) -> None:
         """Have it look again at what it waits for; safe from any thread."""
         self._wake.set()
+
+    def cut(self, reason: str) -> None:
+        """End the connection, and say why when that is told; safe from any thread."""
+        self.cut_because = self.cut_because or reason
+        self.link.abort()
 
     def run(self) -> None:
         """Serve; every way in which this can end is here."""
@@ -311,8 +316,7 @@ class Session(threading.Thread):
         """End another session of the same rank, and wait until it touches no buffer any more."""
         other = self._server.session(number)
         if other is not None and other is not self:
-            other.cut_because = "another connection took its place"
-            other.link.abort()
+            other.cut("another connection took its place")
             other.join(CUT_S)
             if other.is_alive():
                 raise NetworkError(f"the earlier connection from {other.link.peer} does not end; try again")

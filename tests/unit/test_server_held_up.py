@@ -17,6 +17,7 @@ from ps.aggregation import Decision
 from ps.checkpoint import CheckpointDirectory, checkpoints_in
 from ps.config import ServerConfig
 from ps.console import Console
+from ps.instructions import Reply
 from ps.server import ParameterServer
 from tests.unit.checkpoints import HoldAt
 from tests.unit.server_run import KERNEL, PATIENCE_S, Run, answer
@@ -264,3 +265,19 @@ def test_rounds_whose_weights_are_all_0_are_void_and_the_first_of_them_is_told(s
     assert (summary["void_rounds"], summary["workers"][0]["pushes"]) == (3, 4)
     told = [text for text in caplog.messages if "is void" in text]
     assert told == [f"round {step} is void: the rule mean found nothing to apply" for step in (0, 3)]
+
+
+def test_a_reader_that_held_up_an_update_is_lost_for_that_reason(serve, caplog):
+    """What cuts it off is the hold itself, as an update does that finds no buffer."""
+    run = serve()
+    worker = join(run)
+    assert values(worker)[0] == 0
+    session = run.server.session(1)
+    pinned = run.server.values_for(session, Reply(1, 0, False))
+    assert pinned is not None
+    _, hold, _ = pinned
+    with hold:
+        assert hold.cut_off is not None
+        hold.cut_off()
+    session.join(PATIENCE_S)
+    assert "rank 0 (host-a:0) is lost: it held up an update: it was too slow to take the values" in caplog.text
