@@ -171,7 +171,11 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
 
 
 def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] | None) -> EnsembleMode | None:
-    """Return what a server in mode ensemble has more; None in other modes."""
+    """Return what a server in mode ensemble has more; None in other modes.
+
+    Raises:
+        ConfigurationError: the user's own master cannot be loaded.
+    """
     if config.mode != MODE:
         return None
     wanted = EnsembleConfig(
