@@ -1,6 +1,7 @@
 """Ensemble mode on the server: who owns what, what their answers weigh, and how they vote.
 
-`EnsembleMode.close` is where the weights are updated. All methods are called under the server's lock.
+`EnsembleMode.close` is called by `ParameterServer._update`, by way of `ps.modes.MembersMode`.
+All methods are called under the server's lock.
 """
 
 import logging

@@ -91,10 +91,7 @@ class ParameterServer:
     """One run: from listening to the last goodbye.
 
     Attributes:
-        config: what the operator asked for.
-        epoch: random number of this start.
-        grants: who may join with which token; empty admits everyone.
-        faults: what is to break on purpose.
+        config, epoch, grants, faults: as given.
         admissions: lets clients in.
         compiling: makes the kernels ready that the run needs.
     """
@@ -518,6 +515,8 @@ class ParameterServer:
         if isinstance(closing, CloseRound):
             self.faults.at(Point.BEFORE_APPLY, _only_rank(closing), closing.step)
             closed = self._update(closing)
+            self._coordinator.alarmed = self._closer.wants_validation
+            self._take_vote()
             self.faults.at(Point.AFTER_APPLY, _only_rank(closing), closing.step)
             self._note_if_void(closing.step, closed)
         else:
@@ -536,11 +535,20 @@ class ParameterServer:
                 logger.warning("round %d is void: the rule %s found nothing to apply", step, rule)
 
     def _update(self, closing: CloseRound) -> Closed:
-        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
-        closed = self._mode.close(closing, self._names_in(closing))
-        self._coordinator.alarmed = self._closer.wants_validation
-        self._take_vote()
-        return closed
+        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated.
+
+        With one set of variables for all, the way from here is:
+
+        1. `SharedMode.close` (ps/modes.py),
+        2. `RoundCloser.close` (ps/closing.py): the rule gives each gradient its weight,
+        3. `Store.apply`, or `Store.apply_trimmed`, and `Store._close` (ps/store.py),
+        4. `update_calls` (ps/runs.py): the work is divided among threads,
+        5. the optimizer's kernel, such as `_adam` (ps/kernels.py): the formula itself.
+
+        In an ensemble it is `MembersMode.close`; `EnsembleMode.close` (ps/ensemble_mode.py): the master weighs the
+        answers; `MemberStore.apply_members` (ps/member_store.py); then 4 and 5.
+        """
+        return self._mode.close(closing, self._names_in(closing))
 
     def _post_weights(self, sending: SendWeights) -> None:
         session = self._door.session(sending.session)
