@@ -561,8 +561,9 @@ class ParameterServer:
 
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
         self._mode.learn()
-        self._record.add(closing, closed, self._closer.rule, time.monotonic())
-        self._onlookers.round_closed(closing, closed, self._names_in(closing), self._record)
+        names = self._names_in(closing)
+        self._record.add(closing, closed, names, self._closer.rule, time.monotonic())
+        self._onlookers.round_closed(closing, closed, names, self._record)
         if self._checkpoints is not None:
             self._checkpoints.take_due(self._parts)
         if self._closer.unapplied >= MAX_UNAPPLIED:
