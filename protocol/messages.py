@@ -295,7 +295,7 @@ class Values(Message):
 
     Attributes:
         seq: the push that this answers; 0 answers a pull.
-        applied: whether that push counted in its round.
+        applied: whether that push was taken into its round, where the rule may still give it weight 0.
         reason: why not, or empty.
         done: whether these are the final values.
     """

@@ -61,8 +61,11 @@ class Admissions:
     @property
     def has_variables(self) -> bool:
         """Whether it is known what is trained."""
-        with self._lock:
-            return self._agreement.is_settled
+        return self._agreement.is_settled
+
+    def new_dtypes(self, offer: Offer) -> frozenset[str]:
+        """Return the dtypes whose kernels must be ready before this offer is checked."""
+        return frozenset() if self.is_over else self._agreement.new_dtypes(offer)
 
     def check_offer(self, who: Identity, offer: Offer) -> None:
         """Check what an offer says before the identity is settled; in mode shared, agree on the variables.

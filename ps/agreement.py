@@ -14,6 +14,7 @@ from ps.build import make_store
 from ps.config import ServerConfig
 from ps.ensemble_mode import EnsembleMode, Terms
 from ps.members import Identity
+from ps.receiver import COMPUTED
 from ps.store import Receiver, Store
 
 
@@ -65,6 +66,16 @@ class Agreement:
     def is_settled(self) -> bool:
         """Whether the variables are known, or are no evaluator's business."""
         return self.store is not None or self._ensemble is not None
+
+    def new_dtypes(self, offer: Offer) -> frozenset[str]:
+        """Return the dtypes that the store of an offer would compute in; none if there is a store already.
+
+        Raises:
+            RemoteProtocolError: the bytes are not a manifest.
+        """
+        if self.store is not None:
+            return frozenset()
+        return frozenset(spec.dtype for spec in Manifest.from_wire(offer.manifest).variables) & set(COMPUTED)
 
     def check(self, who: Identity, offer: Offer) -> None:
         """Agree on the variables in mode shared; in an ensemble that has to wait for the rank.

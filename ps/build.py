@@ -184,7 +184,11 @@ def make_store(config: ServerConfig, layout: Layout, initial_values: Mapping[str
 
 
 def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] | None) -> EnsembleMode | None:
-    """Return what a server in mode ensemble has more; None in other modes."""
+    """Return what a server in mode ensemble has more; None in other modes.
+
+    Raises:
+        ConfigurationError: the user's own master cannot be loaded.
+    """
     if config.mode != MODE:
         return None
     wanted = EnsembleConfig(
@@ -201,11 +205,11 @@ def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] 
     return EnsembleMode(wanted, make_schedule(config), initial_values)
 
 
-def warm_up(config: ServerConfig) -> None:
-    """Load the kernels that a run on float32 will need, or compile them: the first time that takes some 20 s."""
-    kernels.warm_up(make_optimizer(config).kernel)
+def warm_up(config: ServerConfig, dtype: str) -> None:
+    """Load the kernels that a run on this dtype will need, or compile them: the first time that takes some 20 s."""
+    kernels.warm_up(make_optimizer(config).kernel, (dtype,))
     if config.aggregation not in RULES_OF_MEANS:
-        reductions.warm_up()
+        reductions.warm_up((dtype,))
 
 
 def secret_of(config: ServerConfig) -> bytes:

@@ -15,17 +15,22 @@ logger = logging.getLogger("weighmaster.ps")
 class CheckpointWriter:
     """Writes snapshots in a thread of its own. A failure is told, counted, and does not stop anybody.
 
+    Args:
+        directory: where they go.
+        idle: called from the writer's thread each time that one is written, or has failed, and another may begin.
+
     Attributes:
         failures: checkpoints that could not be written.
         last_step: of the last one that was written; None before the first.
         last_error: what was wrong with the last one that failed; "" before the first.
     """
 
-    def __init__(self, directory: CheckpointDirectory) -> None:
+    def __init__(self, directory: CheckpointDirectory, idle: Callable[[], None] = lambda: None) -> None:
         self.failures = 0
         self.last_step: int | None = None
         self.last_error = ""
         self._directory = directory
+        self._idle = idle
         self._told: set[str] = set()
         self._changed = threading.Condition()  # guards all below
         self._task: tuple[Snapshot, Callable[[], None]] | None = None
@@ -100,6 +105,7 @@ class CheckpointWriter:
                 with self._changed:
                     self._task = None
                     self._changed.notify_all()
+                self._idle()
 
     def _write(self, snapshot: Snapshot, done: Callable[[], None]) -> None:
         try:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -51,7 +51,18 @@ def software() -> dict[str, str]:
 
 
 class Checkpointing:
-    """Takes checkpoints while training goes on, and a last one. Methods are called under the server's lock.
+    """Takes checkpoints while training goes on, and a last one.
+
+    Methods are called under the server's lock, so none of them waits for the disk; `last` and `close` do, and are
+    called without it when the run has ended.
+
+    Args:
+        directory: where they are kept.
+        config: says when.
+        epoch: random number of this start.
+        secret: that draws the validated rounds.
+        resumed_at: step that the run goes on from, or None.
+        written: called without the lock, from the thread that writes, each time that it is through with one.
 
     Attributes:
         failures: checkpoints that could not be written.
@@ -65,14 +76,16 @@ class Checkpointing:
         epoch: int,
         secret: bytes,
         resumed_at: int | None = None,
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
-        self._writer = CheckpointWriter(directory)
+        self._writer = CheckpointWriter(directory, written)
         self._config = config
         self._epoch = epoch
         self._secret = secret
         self._resumed_at = resumed_at
         self._is_due = False
+        self._is_awaited = False
         self._run_state: dict[str, Any] | None = None
 
     @property
@@ -90,9 +103,10 @@ class Checkpointing:
         """Whether a checkpoint is to be on the disk before anybody gets its values."""
         return self._config.checkpoint_every == 1
 
-    def wait(self) -> None:
-        """Wait until what has been taken is written."""
-        self._writer.wait()
+    @property
+    def holds_back(self) -> bool:
+        """Whether nobody may get the current values yet, since their checkpoint is still to be written."""
+        return self._is_awaited and (self._writer.busy or (self.waits and self._is_due))
 
     def accept_history(self) -> None:
         """Set aside checkpoints of later steps than the one that the run goes on from: they come again.
@@ -104,23 +118,32 @@ class Checkpointing:
             self._directory.abandon_after(self._resumed_at)
 
     def begin(self, parts: Parts) -> None:
-        """Keep what the first round begins with, before it does; if it cannot be kept, that is told."""
+        """Take what the first round begins with; values are held back until it is kept, or has failed."""
         self._run_state = course_state.state_of(parts.course)
         self._take(parts)
-        self._writer.wait()
+        self._is_awaited = True
 
     def round_closed(self, course: Coordinator) -> None:
         """Note where the run stands if a checkpoint is due; one that is being written delays the next."""
         self._is_due |= course.step % self._config.checkpoint_every == 0
-        if self._is_due and (self.waits or not self._writer.busy):
+        if self._is_due and not self._writer.busy:
             self._run_state = course_state.state_of(course)
 
     def take_due(self, parts: Parts) -> None:
         """Take what is due, before the next update changes it."""
         if self._run_state is not None:
-            if self.waits:
-                self._writer.wait()
             self._take(parts)
+            self._is_awaited = self.waits
+
+    def take_delayed(self, parts: Parts) -> None:
+        """Take what came due while another was written, if values are held back for it; all rounds must be settled.
+
+        Only rounds that close without waiting for everybody's answer close meanwhile: those of single pushes. One
+        checkpoint then serves for all of them.
+        """
+        if self.holds_back and not self._writer.busy:
+            self._run_state = course_state.state_of(parts.course)
+            self.take_due(parts)
 
     def _take(self, parts: Parts) -> None:
         run, self._run_state = self._run_state, None
@@ -144,6 +167,13 @@ class Checkpointing:
         store = parts.agreement.store
         newest = self._resumed_at if self._writer.last_step is None else self._writer.last_step
         if store is None or not parts.course.has_values or newest == parts.course.step:
+            return
+        if store.current.step != parts.course.step:
+            logger.warning(
+                "no last checkpoint is written, since the values of step %d could not be made: "
+                "a run that goes on begins with an earlier one",
+                parts.course.step,
+            )
             return
         held = store.snapshot(parts.closer.references)
         try:

@@ -1,6 +1,6 @@
 """From a closed round to new values: measure what the rule needs, ask it, have the store carry it out.
 
-`RoundCloser.close` is where the weights are updated.
+`RoundCloser.close` is called by `ParameterServer._update`, by way of `ps.modes.SharedMode`.
 """
 
 import math

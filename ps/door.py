@@ -27,18 +27,16 @@ class Door:
     """Accepts connections in a thread of its own, and knows the session of each.
 
     Args:
-        lock: of the server's state, under which sessions come and go.
         session_of: makes the session of a connection, from its number.
         broke: told when no connection can be taken at all.
     """
 
     def __init__(
         self,
-        lock: threading.RLock,
         session_of: Callable[[int, PlainChannel], Session],
         broke: Callable[[BaseException], None],
     ) -> None:
-        self._lock = lock
+        self._lock = threading.Lock()  # its own: who calls need not wait for an update
         self._session_of = session_of
         self._broke = broke
         self._sessions: dict[int, Session] = {}

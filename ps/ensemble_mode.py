@@ -1,6 +1,7 @@
 """Ensemble mode on the server: who owns what, what their answers weigh, and how they vote.
 
-`EnsembleMode.close` is where the weights are updated. All methods are called under the server's lock.
+`EnsembleMode.close` is called by `ParameterServer._update`, by way of `ps.modes.MembersMode`.
+All methods are called under the server's lock.
 """
 
 import logging
@@ -16,6 +17,7 @@ from protocol.ensemble import Answers, Weighting, as_member, labels_digest, side
 from protocol.errors import CheckpointError, ConfigurationError, LocalProtocolError, ManifestMismatch, Refused
 from protocol.messages import Kind, Offer, RefusalCode
 from protocol.tensors import SHARED, Layout, Manifest
+from protocol.user_function import UserFunction
 from ps.ensemble import ActsOn, EnsembleMaster, Floats, Head, MasterConfig, Vote, member_factors, vote
 from ps.instructions import CloseRound
 from ps.member_store import MemberStore, MemberWeights
@@ -94,12 +96,16 @@ class EnsembleMode:
     Attributes:
         store: None until all members have said what they hold.
         votes: the last vote and its step, or None.
+
+    Raises:
+        ConfigurationError: the file or function of the user's own master is missing, or cannot be loaded.
     """
 
     def __init__(
         self, config: EnsembleConfig, schedule: Schedule, initial_values: dict[str, NDArray[Any]] | None
     ) -> None:
         self.config = config
+        self._function = None if config.master is None else _load(config.master)
         self.store: MemberStore | None = None
         self.votes: tuple[int, Vote] | None = None
         self._schedule = schedule
@@ -204,7 +210,7 @@ class EnsembleMode:
                 f"the ensemble needs {needed / MEGABYTE:.0f} MB on the server, above --max-memory "
                 f"{config.max_memory / MEGABYTE:.0f} MB: allow more, or use fewer workers"
             )
-        self._master = make_master(config, answers.classes)
+        self._master = make_master(config, answers.classes, self._function)
         store = MemberStore(parts, config.store)
         if initial_values is not None:
             try:
@@ -429,8 +435,14 @@ class EnsembleMode:
         }
 
 
-def make_master(config: EnsembleConfig, classes: int) -> Master:
-    """Return the built-in master, or the user's own.
+def _load(spec: str) -> UserFunction:
+    from ps.user_network import load_user_master
+
+    return load_user_master(spec)
+
+
+def make_master(config: EnsembleConfig, classes: int, function: UserFunction | None) -> Master:
+    """Return the built-in master, or one that does as a user's function says.
 
     Raises:
         ConfigurationError: the user's own cannot be used.
@@ -438,12 +450,11 @@ def make_master(config: EnsembleConfig, classes: int) -> Master:
     optimizer = config.store.optimizer
     numbers = {name: getattr(optimizer, name) for name in ("beta1", "beta2", "epsilon") if hasattr(optimizer, name)}
     wanted = MasterConfig(config.members, classes, config.head, config.seed, **numbers)
-    if config.master is None:
+    if function is None:
         return EnsembleMaster(wanted)
-    from ps.user_network import load_user_master
     from ps.user_vote import UserVote
 
-    return UserVote(load_user_master(config.master), wanted)
+    return UserVote(function, wanted)
 
 
 def describe_vote(result: Vote) -> str:

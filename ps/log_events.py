@@ -60,8 +60,9 @@ EVENTS = (
     sentence(
         "round_void",
         r"round (?P<step>\d+) is void: .*",
-        "no push could be used; ten in a row end the run as diverged",
-        "as for `push_refused`",
+        "no push could be used, or the rule gave all weight 0 (said once of rounds in a row); ten in a row end the "
+        "run as diverged",
+        "as for `push_refused`; of a rule, look whether the workers still learn",
     ),
     sentence(
         "late",
@@ -163,6 +164,12 @@ EVENTS = (
         r".*; training goes on without it, and this reason is told once.*",
         "a checkpoint could not be written",
         "free the disk",
+    ),
+    sentence(
+        "checkpoint_skipped",
+        r"no last checkpoint is written, since the values of step (?P<step>\d+) could not be made.*",
+        "the run ended in the midst of an update",
+        "go on from the checkpoint before with `--resume`",
     ),
     sentence(
         "checkpoint_cleanup",

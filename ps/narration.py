@@ -27,9 +27,8 @@ class Narration:
         accuracy = test.accuracy if test else None
         self._console.progress(course.step, metrics.loss, accuracy, metrics.examples_per_s(now), now)
 
-    def whom_we_wait_for(self, course: Coordinator, now: float) -> None:
-        """Say for whom the run waits, if it has waited for a while."""
-        waiting = course.waiting_for(now, names_validators=True)
+    def whom_we_wait_for(self, course: Coordinator, waiting: str, now: float) -> None:
+        """Say for whom the run waits, if it has waited for a while; `waiting` is empty when it does not."""
         if not waiting:
             self._waits_at = None
             return

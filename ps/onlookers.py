@@ -63,7 +63,7 @@ class Onlookers:
         if self._feed is not None:
             self._feed.round_closed(closing, closed, names, record, now)
         if self._board is not None:
-            weights = weights_by_name(closed)
+            weights = weights_by_name(closing, closed.weights, names)
             self._board.round_closed(closing.step, record.metrics, weights, now, time.time())
 
     def take(

@@ -1,7 +1,7 @@
 """What is said and kept of closed rounds: figures, trust, a line each in `rounds.jsonl`. Nobody waits for it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,34 @@ class Record:
         self._log = RoundLog(run_dir / "rounds.jsonl")
         self._fell_back = False
 
-    def add(self, closing: CloseRound | SkipRound, closed: Closed, rule: object, now: float) -> None:
-        """Take note of a closed round, and say what is worth saying of it."""
+    def add(
+        self, closing: CloseRound | SkipRound, closed: Closed, names: Sequence[str], rule: object, now: float
+    ) -> None:
+        """Take note of a closed round, and say what is worth saying of it.
+
+        Args:
+            closing: the round.
+            closed: what became of it.
+            names: who the contributions are from.
+            rule: that judged it; in an ensemble one that was not asked.
+            now: monotonic seconds.
+        """
         self.metrics.round_closed(closing.contributions, closed.weights, now)
         late = closing.late if isinstance(closing, CloseRound) else ()
         self._log.write(line_of(closing.step, closing.contributions, closed, late))
-        if closed.view is None or closed.decision is None:
+        if isinstance(closing, SkipRound):
             return
         view, decision = closed.view, closed.decision
 
         def reason(name: str) -> str:
+            if view is None:
+                return "so the master weighs its answers"
             return rule.reasons(view, name) if isinstance(rule, Explains) else "so the rule decided"
 
-        for sentence in self.trust.observe(closing.step, view.names, decision.weights.tolist(), reason):
+        weights = [closed.weights.get(c.rank, 0.0) for c in closing.contributions]
+        for sentence in self.trust.observe(closing.step, names, weights, reason):
             logger.warning("%s", sentence)
-        if decision.fallback and not self._fell_back:
+        if decision is not None and decision.fallback and not self._fell_back:
             self._fell_back = True
             logger.warning("round %d: %s; this is said once", closing.step, decision.fallback)
 

@@ -1,13 +1,15 @@
 """The parameter server: sessions bring events, the coordinator decides, and here it is carried out.
 
-All state is behind one lock. `_update` is the one place where the weights are updated.
+All state is behind one lock. Nobody who has it waits for the disk or a compiler, and what tells clients that the
+server is alive does without it. `_update` is the one place where the weights are updated.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,11 @@ from protocol.transport import Address, Listener
 from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement
-from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of, warm_up
+from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of
 from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpointing import Checkpointing, Parts, changes_since, restore
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
+from ps.compiling import Compiling
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
@@ -71,6 +74,9 @@ logger = logging.getLogger("weighmaster.ps")
 RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
 """A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""
 
+HELD_UP = "it held up an update: it was too slow to take the values that it had asked for"
+"""Why a reader is cut off whose version of the values is wanted for a new one."""
+
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
     Status.DIVERGED: ExitCode.DIVERGED,
@@ -85,12 +91,9 @@ class ParameterServer:
     """One run: from listening to the last goodbye.
 
     Attributes:
-        config: what the operator asked for.
-        epoch: random number of this start.
-        grants: who may join with which token; empty admits everyone.
-        faults: what is to break on purpose.
+        config, epoch, grants, faults: as given.
         admissions: lets clients in.
-        is_compiling: the kernels that every run needs are not ready yet.
+        compiling: makes the kernels ready that the run needs.
     """
 
     def __init__(
@@ -137,14 +140,15 @@ class ParameterServer:
         self._narration = Narration(console)
         self._onlookers = Onlookers(config, epoch, self._began, [grant.token for grant in grants])
         ensemble = make_ensemble(config, initial_values)
-        self.is_compiling = False
         self._unsettled: deque[tuple[CloseRound | SkipRound, Closed]] = deque()
         self._agreement = Agreement(config, ensemble, initial_values, self._lock, self._cannot_hold)
         self._members = None if ensemble is None else MembersMode(ensemble)
         self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
         self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
-        self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
+        self._door = Door(lambda number, channel: Session(number, channel, self), self.broke)
+        self.compiling = Compiling(config, self._nudge_all, self.broke)
         self._ended = threading.Event()
+        self._rule_is_idle = False
         self._finish: Finish | None = None
         self._finished_at = 0.0
         self._signal: str | None = None
@@ -156,7 +160,8 @@ class ParameterServer:
         self._checkpoints = None
         if checkpoints is not None:
             resumed_at = None if restored is None else restored.step
-            self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at)
+            self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at, self._written)
+        self._waiting = self._coordinator.waiting_for(self._began)
 
     @property
     def _store(self) -> Store | None:
@@ -180,18 +185,16 @@ class ParameterServer:
         page = self._onlookers.open(self._coordinator.step)
         if page is not None:
             logger.info("the status page is at %s", page)
-        # While the workers load TensorFlow; who comes too early is told to wait.
-        self.is_compiling = True
-        threading.Thread(target=self._compile, name="compile", daemon=True).start()
+        self.compiling.begin(("float32",))  # while the workers load TensorFlow; who comes too early is told to wait
         self._door.open(listener)
         try:
             while not self._ended.wait(TICK_S):
-                self.tick()
+                self._guarded(self.tick)
         finally:
             self._ended.set()
             self._door.close(listener)
-            self.settle()
-            self._show()
+            self._guarded(self.settle)
+            self._guarded(self._show)
             self._record.close()
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
@@ -236,18 +239,30 @@ class ParameterServer:
         """Ask the run to end at its next tick; safe from a signal handler."""
         self._signal = signal_name
 
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Do what must not leave clients without a word, and the operator without a summary."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a fault of ours must end the run in the ordinary way
+            self.broke(error)
+
     def tick(self) -> None:
         """Let time pass: check deadlines, redraw the progress line."""
         with self._lock:
             now = time.monotonic()
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
-            self._carry_out(self._coordinator.tick(now))
+            if self._holds_back:
+                self._waiting = said = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
+            else:  # nobody is late who could not have got any values
+                self._carry_out(self._coordinator.tick(now))
+                self._waiting = self._coordinator.waiting_for(now)
+                said = self._coordinator.waiting_for(now, names_validators=True)
             self.settle()
             self._record.flush()
             if self._coordinator.phase is Phase.RUNNING:
                 self._show_progress(now)
-            self._narration.whom_we_wait_for(self._coordinator, now)
+            self._narration.whom_we_wait_for(self._coordinator, said, now)
         self._show()
 
     def _show(self) -> None:
@@ -279,14 +294,23 @@ class ParameterServer:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
         return self._store.export() if self._store is not None and self._coordinator.has_values else None
 
-    def _compile(self) -> None:
-        """Make the kernels ready that every run needs, then call those who wait for it."""
-        try:
-            warm_up(self.config)
-        finally:
-            self.is_compiling = False
-            for session in self._door.sessions():
-                session.nudge()
+    @property
+    def _holds_back(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.holds_back
+
+    def _written(self) -> None:
+        """A checkpoint has been written, or has failed: whose values were held back for it gets them now."""
+        self._guarded(self._take_delayed)
+        self._nudge_all()
+
+    def _take_delayed(self) -> None:
+        with self._lock:
+            if self._checkpoints is not None and not self._ended.is_set():
+                self._checkpoints.take_delayed(self._parts)
+
+    def _nudge_all(self) -> None:
+        for session in self._door.sessions():
+            session.nudge()
 
     def _show_progress(self, now: float) -> None:
         self._narration.progress(self._coordinator, self._record.metrics, now)
@@ -399,27 +423,40 @@ class ParameterServer:
                 self._record.metrics.tested(TestResult(report.step, report.loss, report.accuracy))
 
     def waiting_for(self) -> str:
-        """Say in words for whom the run waits."""
-        with self._lock:
-            return self._coordinator.waiting_for(time.monotonic())
+        """Say in words for whom the run waits, as of the last tick; without the lock, so that nothing delays it."""
+        return self._waiting
 
-    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]]:
+    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]] | None:
         """Pin the current values for a reply, and say which pieces of them the client gets.
 
         Whoever sends them releases the hold. Nothing here may wait for the lock while it holds a version: an update
         that waits for the release of versions has the lock.
+
+        Returns:
+            None while they are held back; the session is nudged when they no longer are.
         """
         assert self._store is not None
         with self._lock:
+            if self._holds_back:
+                return None
             member = self._coordinator.registry.of(session.number)
-        hold = self._store.hold(session.link.abort)
+            hold = self._store.hold(partial(session.cut, HELD_UP))
         pieces = self._mode.pieces_of(hold.version.buffer, None if member is None else member.rank)
         return self._values(hold.version.step, reply), hold, pieces
 
-    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values:
-        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply."""
+    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values | None:
+        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply.
+
+        Returns:
+            None, as `values_for` does.
+        """
         assert self._store is not None
-        return self._values(self._store.evaluation_values(out).step, reply)
+        with self._lock:
+            if self._holds_back:
+                return None
+        step = self._store.evaluation_values(out).step
+        with self._lock:  # asked after the copy: an update that came before it is known here
+            return None if self._holds_back else self._values(step, reply)
 
     def _values(self, step: int, reply: Reply) -> Values:
         done = step >= self.config.steps
@@ -428,11 +465,13 @@ class ParameterServer:
     def broke(self, error: BaseException) -> None:
         """A thread met a fault of the server itself: end the run rather than go on in doubt."""
         if isinstance(error, WeighmasterError):
-            status = Status.NO_PROGRESS if isinstance(error, NoProgress) else Status.FAILED
-            self.stop(status, str(error))
-            return
-        logger.error("the server itself has failed", exc_info=error)
-        self.stop(Status.FAILED, f"the server itself has failed: {error!r}")
+            why = Finish(Status.NO_PROGRESS if isinstance(error, NoProgress) else Status.FAILED, str(error))
+        else:
+            logger.error("the server itself has failed", exc_info=error)
+            why = Finish(Status.FAILED, f"the server itself has failed: {error!r}")
+        with self._lock:
+            # The coordinator may have ended the run already, and the error kept its word from being carried out.
+            self._carry_out(self._coordinator.stop(why.status, why.reason) or [why])
 
     # ---- instructions ----------------------------------------------------------------------------------
 
@@ -447,7 +486,6 @@ class ParameterServer:
                     self._unsettled.append((instruction, self._close_round(instruction)))
                     if self._checkpoints is not None and self._checkpoints.waits:
                         self.settle()  # nobody gets values that are not on the disk
-                        self._checkpoints.wait()
                 case WeighAnswers(ranks=ranks):
                     assert self._members is not None
                     self._members.weigh(ranks)
@@ -459,13 +497,19 @@ class ParameterServer:
                         session.post(instruction)
                 case Announce(text, warning):
                     logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
-                case Finish():
-                    self._mode.vote_now()
-                    self._take_vote()
-                    self._finish, self._finished_at = instruction, time.monotonic()
-                    self.admissions.is_over = instruction.status is not Status.DONE
-                    self._door.announce(instruction)
-                    self._ended.set()
+                case Finish() if self._finish is None:
+                    self._end(instruction)
+
+    def _end(self, finish: Finish) -> None:
+        try:
+            self._mode.vote_now()
+            self._take_vote()
+        except Exception as error:  # it may be why the run ends; the end must come all the same
+            logger.error("the server itself has failed", exc_info=error)
+        self._finish, self._finished_at = finish, time.monotonic()
+        self.admissions.is_over = finish.status is not Status.DONE
+        self._door.announce(finish)
+        self._ended.set()
 
     def settle(self) -> None:
         """Learn from the rounds that have closed, and keep them; after the replies: nobody waits for it."""
@@ -479,19 +523,40 @@ class ParameterServer:
         if isinstance(closing, CloseRound):
             self.faults.at(Point.BEFORE_APPLY, _only_rank(closing), closing.step)
             closed = self._update(closing)
+            self._coordinator.alarmed = self._closer.wants_validation
+            self._take_vote()
             self.faults.at(Point.AFTER_APPLY, _only_rank(closing), closing.step)
+            self._note_if_void(closing.step, closed)
         else:
             self._mode.skip()
         if self._checkpoints is not None:
             self._checkpoints.round_closed(self._coordinator)
         return closed
 
+    def _note_if_void(self, step: int, closed: Closed) -> None:
+        """Count a round of which the rule applies nothing; the first of several in a row is told."""
+        was_void, self._rule_is_idle = self._rule_is_idle, not closed.weights
+        if self._rule_is_idle:
+            self._coordinator.void_rounds += 1
+            if not was_void:
+                rule = self.config.aggregation
+                logger.warning("round %d is void: the rule %s found nothing to apply", step, rule)
+
     def _update(self, closing: CloseRound) -> Closed:
-        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated."""
-        closed = self._mode.close(closing, self._names_in(closing))
-        self._coordinator.alarmed = self._closer.wants_validation
-        self._take_vote()
-        return closed
+        """Make values(step + 1) of values(step) and the round's gradients: here the weights are updated.
+
+        With one set of variables for all, the way from here is:
+
+        1. `SharedMode.close` (ps/modes.py),
+        2. `RoundCloser.close` (ps/closing.py): the rule gives each gradient its weight,
+        3. `Store.apply`, or `Store.apply_trimmed`, and `Store._close` (ps/store.py),
+        4. `update_calls` (ps/runs.py): the work is divided among threads,
+        5. the optimizer's kernel, such as `_adam` (ps/kernels.py): the formula itself.
+
+        In an ensemble it is `MembersMode.close`; `EnsembleMode.close` (ps/ensemble_mode.py): the master weighs the
+        answers; `MemberStore.apply_members` (ps/member_store.py); then 4 and 5.
+        """
+        return self._mode.close(closing, self._names_in(closing))
 
     def _post_weights(self, sending: SendWeights) -> None:
         session = self._door.session(sending.session)
@@ -504,8 +569,9 @@ class ParameterServer:
 
     def _after_round(self, closing: CloseRound | SkipRound, closed: Closed) -> None:
         self._mode.learn()
-        self._record.add(closing, closed, self._closer.rule, time.monotonic())
-        self._onlookers.round_closed(closing, closed, self._names_in(closing), self._record)
+        names = self._names_in(closing)
+        self._record.add(closing, closed, names, self._closer.rule, time.monotonic())
+        self._onlookers.round_closed(closing, closed, names, self._record)
         if self._checkpoints is not None:
             self._checkpoints.take_due(self._parts)
         if self._closer.unapplied >= MAX_UNAPPLIED:

@@ -97,7 +97,7 @@ class Session(threading.Thread):
         joined: whether the coordinator knows of it.
         ended: set when nothing of this session touches the store any more.
         after_payload: what to do when the payload that is being dropped has been read.
-        cut_because: why another session has cut this one; empty if none has.
+        cut_because: why the server itself has cut this connection; empty if it has not.
         leaves_door: called once, when this is no stranger's connection any more, or has ended as one.
         proof_failed: called when its proof is wrong, before it hears of it.
     """
@@ -131,6 +131,11 @@ class Session(threading.Thread):
     def nudge(self) -> None:
         """Have it look again at what it waits for; safe from any thread."""
         self._wake.set()
+
+    def cut(self, reason: str) -> None:
+        """End the connection, and say why when that is told; safe from any thread."""
+        self.cut_because = self.cut_because or reason
+        self.link.abort()
 
     def run(self) -> None:
         """Serve; every way in which this can end is here."""
@@ -197,13 +202,16 @@ class Session(threading.Thread):
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
         self._leave_door()  # not before the offer: without tokens anybody may begin one of 16 MB
-        if not self._wait_while(lambda: "the server to compile its kernels" if self._server.is_compiling else ""):
+        if not self._wait_while(self._server.compiling.what_waits):
             return  # the run has ended: serving begins with saying so
         if who.role is Role.EVALUATOR and not self._wait_while(self._missing_variables):
             return
         claim = self._server.admissions.claim(who)
         if isinstance(claim, Denied):  # before its offer is looked at: who is turned away defines no variables
             raise Refused(claim.code, claim.reason)
+        self._server.compiling.begin(self._server.admissions.new_dtypes(offer))
+        if not self._wait_while(self._server.compiling.what_waits):
+            return
         self._server.admissions.check_offer(who, offer)
         self._take_identity(who, offer)
         self.link.silence_s = self._server.config.heartbeat_timeout
@@ -308,8 +316,7 @@ class Session(threading.Thread):
         """End another session of the same rank, and wait until it touches no buffer any more."""
         other = self._server.session(number)
         if other is not None and other is not self:
-            other.cut_because = "another connection took its place"
-            other.link.abort()
+            other.cut("another connection took its place")
             other.join(CUT_S)
             if other.is_alive():
                 raise NetworkError(f"the earlier connection from {other.link.peer} does not end; try again")
@@ -319,9 +326,8 @@ class Session(threading.Thread):
     def _serve(self) -> tuple[str, bool]:
         """Serve until the client or the run ends; return why, and whether the client said bye."""
         while True:
-            while self._outbox:
-                if not self._deliver(self._outbox.popleft()):
-                    return "the run has ended", False
+            if not self._deliver_all():
+                return "the run has ended", False
             self._server.settle()
             if not self.link.wait(self._tick_s, self._wake):
                 self._wake.clear()
@@ -387,11 +393,22 @@ class Session(threading.Thread):
             interval = min(self._server.config.heartbeat_interval, TICK_S)
             self.link.send_if_quiet(Heartbeat(_as_reason(self._server.waiting_for())), interval)
 
-    def _deliver(self, item: Outgoing) -> bool:
+    def _deliver_all(self) -> bool:
+        """Send what is to be sent, but values that are held back; say whether the run goes on."""
+        while self._outbox:
+            item = self._outbox.popleft()
+            if isinstance(item, decided.Reply):
+                if self._send_values(item):
+                    self._owes_values = False
+                elif not self._server.admissions.is_over:  # else it hears of the end, and these may never be kept
+                    self._outbox.appendleft(item)
+                    return True
+            elif not self._deliver(item):
+                return False
+        return True
+
+    def _deliver(self, item: decided.AskInitial | decided.Finish | Answered) -> bool:
         match item:
-            case decided.Reply():
-                self._owes_values = False
-                self._send_values(item)
             case Answered(message, payload):
                 self._owes_values = False
                 self.link.send(message, [payload.data])
@@ -402,15 +419,22 @@ class Session(threading.Thread):
                 return False
         return True
 
-    def _send_values(self, reply: decided.Reply) -> None:
+    def _send_values(self, reply: decided.Reply) -> bool:
+        """Send the current values; False, and nothing is sent, while they are held back."""
         if self._role is Role.EVALUATOR and self._server.config.ema_decay is not None:
             # A copy, and nothing held: an update that waits for holds would wait for this thread, and it for that.
             smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
-            self._send_reply(self._server.smooth_values(reply, smooth), [smooth.data])
-            return
-        values, hold, pieces = self._server.values_for(self, reply)
+            averaged = self._server.smooth_values(reply, smooth)
+            if averaged is not None:
+                self._send_reply(averaged, [smooth.data])
+            return averaged is not None
+        pinned = self._server.values_for(self, reply)
+        if pinned is None:
+            return False
+        values, hold, pieces = pinned
         with hold:
             self._send_reply(values, pieces)
+        return True
 
     def _send_reply(self, values: Values, payload: list[memoryview]) -> None:
         midway = self._faults.midway(self.link, Point.MID_REPLY, self._rank, values.step)

@@ -10,14 +10,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigurationError
 from protocol.extras import installing
-from ps.closing import Closed
+from ps.instructions import CloseRound, SkipRound
 from ps.metrics import Metrics, TestResult
 from ps.schedules import Schedule
 
@@ -44,11 +44,19 @@ def is_kept(step: int) -> bool:
     return step % (1 << (step // ALL_KEPT).bit_length()) == 0
 
 
-def weights_by_name(closed: Closed) -> dict[str, float]:
-    """Return what each worker that pushed counted in a round; nothing for a void one."""
-    if closed.view is None or closed.decision is None:
+def weights_by_name(
+    closing: CloseRound | SkipRound, weights: Mapping[int, float], names: Sequence[str]
+) -> dict[str, float]:
+    """Return what each worker that pushed counted in a round; nothing for one in which no push could be used.
+
+    Args:
+        closing: the round.
+        weights: of the ranks that counted.
+        names: who the contributions are from.
+    """
+    if isinstance(closing, SkipRound):
         return {}
-    return dict(zip(closed.view.names, closed.decision.weights.tolist(), strict=True))
+    return {name: weights.get(c.rank, 0.0) for name, c in zip(names, closing.contributions, strict=True)}
 
 
 def round_scalars(

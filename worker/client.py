@@ -64,7 +64,7 @@ class Update:
     Attributes:
         step: of the values.
         arena: the values; good until the second next answer, then its memory is used again.
-        applied: whether the push that this answers counted.
+        applied: whether the push that this answers was taken into its round; the rule may still give it weight 0.
         reason: why not.
         restarted: whether the server has started anew since the last answer (`step` may be smaller).
         done: whether these are the final values.

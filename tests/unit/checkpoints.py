@@ -1,10 +1,30 @@
 """Snapshots for the tests of checkpoints, and what it takes for two of them to be the same."""
 
+import threading
+
 import numpy as np
 
-from ps.checkpoint import Snapshot
+from ps.checkpoint import NoFaults, Snapshot
 
 EPOCH = 0xFEDCBA9876543210
+
+PATIENCE_S = 30.0
+
+
+class HoldAt(NoFaults):
+    """Stops the writer at a point until it may go on."""
+
+    def __init__(self, point):
+        self.point = point
+        self.seen = []
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def at(self, point, step):
+        self.seen.append((step, point))
+        if point == self.point:
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE_S)
 
 
 def snapshot(step=10, epoch=EPOCH, elements=40):

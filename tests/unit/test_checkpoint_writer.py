@@ -10,27 +10,9 @@ import weakref
 import pytest
 
 from protocol.errors import CheckpointError, LocalProtocolError
-from ps.checkpoint import CheckpointDirectory, NoFaults, Snapshot
+from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpoint_writer import CheckpointWriter
-from tests.unit.checkpoints import assert_same, snapshot
-
-PATIENCE_S = 30.0
-
-
-class HoldAt(NoFaults):
-    """Stops the writer at a point until it may go on."""
-
-    def __init__(self, point):
-        self.point = point
-        self.seen = []
-        self.reached = threading.Event()
-        self.go_on = threading.Event()
-
-    def at(self, point, step):
-        self.seen.append((step, point))
-        if point == self.point:
-            self.reached.set()
-            assert self.go_on.wait(PATIENCE_S)
+from tests.unit.checkpoints import PATIENCE_S, HoldAt, assert_same, snapshot
 
 
 @pytest.fixture

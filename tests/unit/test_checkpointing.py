@@ -121,6 +121,7 @@ def test_every_step_is_written_where_every_step_is_asked_for(tmp_path):
     with Server(tmp_path / "c", every=1) as server:
         server.checkpoints.begin(server.parts)
         for _ in range(9):
+            server.checkpoints._writer.wait()  # as the workers do, who get no values before
             server.step()
         server.checkpoints._writer.wait()
         assert steps_in(tmp_path / "c") == list(range(10))

@@ -48,7 +48,7 @@ class Started(list):
 @pytest.fixture
 def opened():
     started = Started()
-    door = Door(threading.RLock(), lambda number, channel: Stranger(number, channel, started), pytest.fail)
+    door = Door(lambda number, channel: Stranger(number, channel, started), pytest.fail)
     listener = Listener(Address("127.0.0.1", 0))
     door.open(listener)
     with ExitStack() as callers:
@@ -104,7 +104,7 @@ def test_a_server_short_of_descriptors_pauses_and_says_so_once(caplog):
         def wait(self, timeout_s):
             self.pauses.append(timeout_s)
 
-    door = Door(threading.RLock(), lambda number, channel: None, lambda error: None)
+    door = Door(lambda number, channel: None, lambda error: None)
     door._dismissed = Dismissed()
     with caplog.at_level(logging.INFO, "weighmaster.ps"):
         door.accept(Short())
@@ -122,7 +122,7 @@ def test_one_that_cannot_be_served_for_lack_of_threads_is_turned_away_and_holds_
             raise RuntimeError("can't start new thread")
 
     listener = Listener(Address("127.0.0.1", 0))
-    door = Door(threading.RLock(), Refusing, pytest.fail)
+    door = Door(Refusing, pytest.fail)
     door.open(listener)
     for _ in range(MAX_UNPROVEN + 3):
         with socket.create_connection((listener.address.host, listener.address.port)) as caller:
@@ -140,6 +140,6 @@ def test_a_fault_of_the_door_itself_is_told_and_does_not_leave_everybody_before_
         def accept(self, timeout_s, wake=None):
             raise broken
 
-    door = Door(threading.RLock(), lambda number, channel: None, told.append)
+    door = Door(lambda number, channel: None, told.append)
     door._accept_or_tell(Broken())
     assert told == [broken]

@@ -52,6 +52,16 @@ def made():
             mode.store.close()
 
 
+@pytest.mark.parametrize("how", ["no file", "no function"])
+def test_a_master_of_the_users_own_that_cannot_be_loaded_is_told_before_any_member_comes(made, tmp_path, how):
+    path = tmp_path / "mine.py"
+    if how == "no function":
+        pytest.importorskip("tensorflow")
+        path.write_text("def other(features, num_workers): pass")
+    with pytest.raises(ConfigurationError, match=f"--master .* cannot be used, because .*{how}"):
+        made(master=f"{path}:master")
+
+
 def test_the_last_member_makes_the_store(made):
     mode = made()
     terms = mode.agree(offer(), 1)

@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 
+from ps.aggregation import Mean
 from ps.closing import Closed, line_of
 from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.outcome import RoundLog
@@ -111,7 +112,7 @@ class Muting:
     def round(self, step):
         weights = [0.5, 0.5] if step < 3 else [1.0, 0.0]
         closed = closed_with(step, weights)
-        self.record.add(CloseRound(step, pushes(0, 1), late=(2,)), closed, self, float(step))
+        self.record.add(CloseRound(step, pushes(0, 1), late=(2,)), closed, ("good", "bad"), self, float(step))
 
 
 def closed_with(step, weights):
@@ -137,7 +138,7 @@ def test_what_was_said_is_not_said_again_and_what_was_counted_counts_on(tmp_path
     with caplog.at_level(logging.WARNING, "weighmaster.ps"):
         for step in range(10, 20):
             Muting(second).round(step)
-        second.add(SkipRound(20, pushes(0, refused="the loss is nan")), Closed(), None, 20.0)
+        second.add(SkipRound(20, pushes(0, refused="the loss is nan")), Closed(), ("good",), None, 20.0)
     assert caplog.text == ""
     second.close()
     assert steps_in(tmp_path / "rounds.jsonl") == list(range(21))
@@ -145,3 +146,16 @@ def test_what_was_said_is_not_said_again_and_what_was_counted_counts_on(tmp_path
     assert second.trust.muted_rounds() == {"good": 0, "bad": 17}
     assert [step for step, _ in second.trust.history()["bad"]] == list(range(20))
     assert second.metrics.loss == 1.0
+
+
+def test_the_weights_of_an_ensembles_members_are_kept_and_spoken_of_too(tmp_path, caplog):
+    """A round of theirs has no view and no decision: no rule was asked."""
+    record = Record(tmp_path)
+    with caplog.at_level(logging.WARNING, "weighmaster.ps"):
+        for step in range(10):
+            closed = Closed(weights={0: 0.96, 2: 0.04})
+            record.add(CloseRound(step, pushes(0, 2)), closed, ("good", "bad"), Mean(), float(step))
+    record.close()
+    assert record.trust.history()["bad"] == [(step, 0.04) for step in range(10)]
+    assert len(caplog.messages) == 1
+    assert "worker 'bad' is muted: so the master weighs its answers" in caplog.text

@@ -16,15 +16,13 @@ from ps.policy import Phase
 def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog):
     """Every round waits for its last push for a moment; only one that stays open is news."""
     narration = Narration(Console(100, io.StringIO(), interactive=False))
-    run = SimpleNamespace(
-        phase=Phase.RUNNING, step=0, waiting_for=lambda now, names_validators: f"round {run.step} waits"
-    )
+    run = SimpleNamespace(phase=Phase.RUNNING, step=0)
     with caplog.at_level(logging.INFO, "weighmaster.ps"):
         for second in range(5 * int(WAITING_S)):
             run.step = second
-            narration.whom_we_wait_for(run, float(second))
+            narration.whom_we_wait_for(run, f"round {second} waits", float(second))
         assert not caplog.messages
-        narration.whom_we_wait_for(run, run.step + WAITING_S)
+        narration.whom_we_wait_for(run, f"round {run.step} waits", run.step + WAITING_S)
     assert caplog.messages == [f"round {run.step} waits"]
 
 

@@ -15,62 +15,27 @@ from protocol.errors import ConnectionLost, PeerSilent, Refused
 from protocol.frames import MAX_HEADER_UNPROVEN
 from protocol.injection import Plan
 from protocol.injector import Faults
-from protocol.link import Link
 from protocol.messages import (
     AUTO_RANK,
     Bye,
-    Challenge,
     Ended,
     Heartbeat,
     Hello,
-    Offer,
-    Proof,
     Refusal,
     RefusalCode,
     Role,
-    ServerProof,
     Side,
     Status,
     Welcome,
 )
-from protocol.proof import NO_PROOF
 from protocol.tensors import Manifest, VariableSpec
-from protocol.transport import Patience, connect
+from protocol.transport import Patience
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.server import ParameterServer
 from ps.session import Session
 from tests.unit.exchange import frame_of
-
-PATIENCE_S = 30.0
-
-KERNEL, BIAS = VariableSpec("kernel", (3,), "float32"), VariableSpec("bias", (), "float32")
-
-
-class Run:
-    """A server of one worker that runs in a thread, and links to it."""
-
-    def __init__(self, server, links):
-        self.server = server
-        self.listener = server.listen()
-        self._links = links
-
-    def call(self):
-        link = Link(connect(self.listener.address, PATIENCE_S), Side.WORKER)
-        self._links.callback(link.close)
-        return link
-
-    def offer(self, role, *variables, incarnation=None):
-        """Shake hands as far as the offer."""
-        link = self.call()
-        rank = 0 if role is Role.WORKER else AUTO_RANK
-        incarnation = incarnation or 7 + (role is Role.WORKER)
-        link.send(Hello("", "host-a", rank, role, incarnation=incarnation, nonce=bytes(32)))
-        assert isinstance(link.receive(), Challenge)
-        link.send(Proof(NO_PROOF))
-        assert isinstance(link.receive(), ServerProof)
-        link.send(Offer(Manifest(variables).to_wire(), 1))
-        return link
+from tests.unit.server_run import BIAS, KERNEL, PATIENCE_S, Run, answer
 
 
 @pytest.fixture
@@ -88,14 +53,6 @@ def run(request):
         finally:
             server.stop(Status.INTERRUPTED, "the test is over")
             running.result(PATIENCE_S)
-
-
-def answer(link):
-    """The first message that is no heartbeat."""
-    message = link.receive()
-    while isinstance(message, Heartbeat):
-        message = link.receive()
-    return message
 
 
 def await_end(link):

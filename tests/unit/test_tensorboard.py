@@ -5,16 +5,13 @@ import logging
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from protocol.errors import ConfigurationError
 from ps import tensorboard
-from ps.closing import Closed
-from ps.instructions import Contribution
+from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.metrics import Metrics, TestResult
-from ps.rule import Decision, RoundView
 from ps.schedules import Constant, ExponentialDecay
 from ps.tensorboard import (
     ALL_KEPT,
@@ -87,10 +84,10 @@ def test_what_is_not_known_is_no_scalar() -> None:
 
 
 def test_weights_go_by_the_names_of_those_who_pushed() -> None:
-    view = RoundView(3, (0, 2), ("a", "c"), (True, True), (32, 32), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5))
-    decision = Decision(np.array([0.25, 0.75]), np.ones(2))
-    assert weights_by_name(Closed(view, decision, {0: 0.25, 2: 0.75})) == {"a": 0.25, "c": 0.75}
-    assert weights_by_name(Closed()) == {}
+    pushes = tuple(Contribution(rank, rank, 1, 0.5, 0.5, 32, 1.0) for rank in (0, 1, 2))
+    weights = {0: 0.25, 2: 0.75}
+    assert weights_by_name(CloseRound(3, pushes), weights, "abc") == {"a": 0.25, "b": 0.0, "c": 0.75}
+    assert weights_by_name(SkipRound(3, pushes), {}, "abc") == {}
 
 
 def test_the_learning_rate_is_that_of_the_round(tmp_path: Path) -> None:
