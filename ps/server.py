@@ -43,6 +43,7 @@ from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
 from ps.door import TICK_S, Door
+from ps.gathering import Gathering
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -57,6 +58,7 @@ from ps.instructions import (
     Take,
     WeighAnswers,
 )
+from ps.members import Identity
 from ps.metrics import TestResult
 from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
@@ -103,6 +105,7 @@ class ParameterServer:
         checkpoints: CheckpointDirectory | None = None,
         restored: Snapshot | None = None,
         faults: Faults = NONE,
+        gathering: Gathering | None = None,
     ) -> None:
         """Make everything that can be made before a worker comes.
 
@@ -115,6 +118,7 @@ class ParameterServer:
             checkpoints: where checkpoints are kept, or None.
             restored: where to go on from, or None.
             faults: what is to break on purpose.
+            gathering: whose clients it takes over, or None.
 
         Raises:
             ConfigurationError: something that was asked for cannot be done.
@@ -127,7 +131,8 @@ class ParameterServer:
         self._closer = RoundCloser(
             make_rule(config), make_schedule(config), config.clip_worker_norm, config.staleness_discount
         )
-        self._lock = threading.RLock()
+        self._gathering = gathering
+        self._lock = threading.RLock() if gathering is None else gathering.lock
         self._began = time.monotonic()
         secret = secret_of(config) if restored is None else bytes(restored.state["secret"])
         self._coordinator = Coordinator(
@@ -143,7 +148,11 @@ class ParameterServer:
         self._members = None if ensemble is None else MembersMode(ensemble)
         self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
         self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
-        self._door = Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
+        self._door = (
+            Door(self._lock, lambda number, channel: Session(number, channel, self), self.broke)
+            if gathering is None
+            else gathering.door
+        )
         self._ended = threading.Event()
         self._finish: Finish | None = None
         self._finished_at = 0.0
@@ -183,7 +192,10 @@ class ParameterServer:
         # While the workers load TensorFlow; who comes too early is told to wait.
         self.is_compiling = True
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
-        self._door.open(listener)
+        if self._gathering is None:
+            self._door.open(listener)
+        else:
+            self._gathering.hand_over(self)
         try:
             while not self._ended.wait(TICK_S):
                 self.tick()
@@ -292,6 +304,15 @@ class ParameterServer:
         self._narration.progress(self._coordinator, self._record.metrics, now)
 
     # ---- who is there: called by sessions --------------------------------------------------------------
+
+    @property
+    def server(self) -> "ParameterServer":
+        """The one that sessions ask for; a `Gathering` has another."""
+        return self
+
+    def holds(self, session: Session, who: Identity) -> str:
+        """Say for what a client that has proved itself has to wait, or nothing."""
+        return "the server to compile its kernels" if self.is_compiling else ""
 
     def session(self, number: int) -> Session | None:
         """Return a live session by its number."""
