@@ -16,7 +16,7 @@ from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, Role, Status
 from protocol.tokens import Grant
 from protocol.transport import Listener
-from ps.build import policy_of
+from ps.build import policy_of, warm_up
 from ps.combinations import MAX_WORKERS
 from ps.config import ServerConfig
 from ps.coordinator import Coordinator
@@ -153,6 +153,8 @@ class Gathering:
             Interrupted: a signal came.
         """
         self._listener = listener
+        # While clients come: the server that takes over finds the kernels ready, or waits for the rest of it.
+        threading.Thread(target=warm_up, args=(self.config,), name="compile", daemon=True).start()
         self.door.open(listener)
         pause = threading.Event()
         while not (count := self._counted_now()):

@@ -248,7 +248,9 @@ def test_a_fault_of_a_thread_ends_it(made, caplog):
     ],
     ids=["options", "nobody", "signal", "fault"],
 )
-def test_all_hear_why_there_will_be_no_run(tmp_path, error, status, words):
+def test_all_hear_why_there_will_be_no_run(tmp_path, monkeypatch, error, status, words):
+    warmed = []
+    monkeypatch.setattr(gathering, "warm_up", warmed.append)
     config = ServerConfig(workers=AUTO, steps=1, port=0, run_dir=tmp_path)
     gathered = Gathering(config, (), NONE)
     told = []
@@ -260,3 +262,4 @@ def test_all_hear_why_there_will_be_no_run(tmp_path, error, status, words):
         raise error
     assert [(news.status, news.reason) for news in told] == [(status, words)]
     assert not gathered.door._accepting.is_alive()
+    assert warmed == [config], "the kernels are compiled while workers come"
