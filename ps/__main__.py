@@ -7,19 +7,23 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import ExitCode, Interrupted
+from protocol.errors import ExitCode, Interrupted, WeighmasterError
 
 # All else is imported by `main` and what it calls: a Ctrl-C that comes while it loads is to be a sentence as well.
 if TYPE_CHECKING:
     from pathlib import Path
 
     from protocol.injector import Faults
+    from protocol.tokens import Grant
+    from protocol.transport import Listener
     from ps.command_line import ExportRequest, TokenRequest
     from ps.config import ServerConfig
     from ps.console import Console
+    from ps.gathering import Gathering
     from ps.instructions import Finish
     from ps.server import ParameterServer
 
@@ -63,60 +67,132 @@ def serve(config: "ServerConfig") -> int:
     try:
         if plan.announcement:
             logger.warning("%s", plan.announcement)
-        with _opened(config, console, Faults(plan)) as server:
-            return _serve(config, server, console)
+        with _prepared(config, console, Faults(plan)) as prepared:
+            if prepared.config.gathers:
+                return _serve_those_who_come(prepared, console)
+            with contextlib.closing(prepared.server(prepared.config, None)) as server:
+                return _serve(prepared.config, server, console)
     finally:
         console.close()
         logger.removeHandler(handler)
 
 
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What is there before anybody is let in.
+
+    Attributes:
+        config: what the operator asked for; if it leaves the number of workers open, with that of the checkpoint.
+        grants: who may join with which token.
+        faults: what is to break on purpose.
+        server: makes the server, of a configuration that says how many workers there are.
+    """
+
+    config: "ServerConfig"
+    grants: "tuple[Grant, ...]"
+    faults: "Faults"
+    server: "Callable[[ServerConfig, Gathering | None], ParameterServer]"
+
+
 @contextlib.contextmanager
-def _opened(config: "ServerConfig", console: "Console", faults: "Faults") -> "Iterator[ParameterServer]":
-    """Check everything that can be checked before anybody is let in, and make the server."""
+def _prepared(config: "ServerConfig", console: "Console", faults: "Faults") -> "Iterator[_Prepared]":
+    """Check everything that can be checked before there is a server, and open what it needs."""
     import secrets
 
     from protocol.tokens import read_grants
     from ps import outcome
-    from ps.checkpointing import open_checkpoints
+    from ps.checkpointing import open_checkpoints, with_known_workers
     from ps.server import ParameterServer
+    from ps.tensorboard import check_installed
 
+    if config.tensorboard is not None:
+        check_installed()
     grants = read_grants(config.token_file) if config.token_file else ()
-    for option, path in (
-        ("--export", config.export),
-        ("--summary", config.summary),
-        ("--port-file", config.port_file),
-    ):
-        if path is not None:
+    files = {"--export": config.export, "--summary": config.summary, "--port-file": config.port_file}
+    named = [(option, path) for option, path in files.items() if path is not None]
+    for option, path in named:
+        if path.parent != config.run_dir:  # before anything is made: who is refused leaves nothing behind
             outcome.check_writable(option, path)
     outcome.make_run_directory(config.run_dir)
+    in_run_directory = [(option, path) for option, path in named if path.parent == config.run_dir]
     if config.summary is None:
-        outcome.check_writable("--run-dir", config.run_dir / "summary.json")
+        in_run_directory.append(("--run-dir", config.run_dir / "summary.json"))
+    for option, path in in_run_directory:
+        outcome.check_writable(option, path)
     with open_checkpoints(config, faults) as (checkpoints, restored):
         load_init = config.init is not None and restored is None
         initial_values = outcome.load_initial_values(config.init) if config.init and load_init else None
-        server = ParameterServer(
-            config, console, secrets.randbits(63), grants, initial_values, checkpoints, restored, faults
-        )
-        try:
-            yield server
-        finally:
-            server.close()
+        epoch = secrets.randbits(63)
+
+        def server(counted: "ServerConfig", gathering: "Gathering | None") -> ParameterServer:
+            return ParameterServer(
+                counted, console, epoch, grants, initial_values, checkpoints, restored, faults, gathering
+            )
+
+        yield _Prepared(with_known_workers(config, restored), tuple(grants), faults, server)
 
 
 def _serve(config: "ServerConfig", server: "ParameterServer", console: "Console") -> int:
-    from ps import outcome
-
     listener = server.listen()
     server.accept_history()
+    _tell_where(config, listener)
+    return _run(config, server, listener, console)
+
+
+def _serve_those_who_come(prepared: _Prepared, console: "Console") -> int:
+    """Serve as many workers as come: count them, then make the server for so many."""
+    from protocol.errors import NoProgress
+    from protocol.transport import Address, Listener
+    from ps.gathering import Gathering
+
+    config = prepared.config
+    _check_master(config)
+    listener = Listener(Address(config.host, config.port), config.congestion_control)
+    gathering = Gathering(config, prepared.grants, prepared.faults)
+    _tell_where(config, listener)
+    _interrupt_by_signals(gathering)
+    try:
+        with gathering:
+            counted = config.for_workers(gathering.gather(listener))
+            with contextlib.closing(prepared.server(counted, gathering)) as server:
+                return _run(counted, server, listener, console)
+    except (Interrupted, NoProgress) as error:
+        return _leave_without_results(config, gathering, error)
+
+
+def _check_master(config: "ServerConfig") -> None:
+    """Find a master of the user's own before workers come; it is tried when it is known for how many."""
+    if config.master is not None:
+        from ps.user_network import load_user_master
+
+        load_user_master(config.master)
+
+
+def _tell_where(config: "ServerConfig", listener: "Listener") -> None:
+    from ps import outcome
+
     if config.port_file is not None:
         outcome.write_port_file(config.port_file, listener.address.port)
-    logger.info("listening on %s, workers to come: %d", listener.address, config.start_workers)
+    to_come = config.workers if config.gathers else config.start_workers
+    logger.info("listening on %s, workers to come: %s", listener.address, to_come)
     _warn_of_exposure(config)
-    signal.signal(signal.SIGTERM, _interrupting(server))
-    signal.signal(signal.SIGINT, _interrupting(server))
+
+
+def _run(config: "ServerConfig", server: "ParameterServer", listener: "Listener", console: "Console") -> int:
+    _interrupt_by_signals(server)
     finish = server.run(listener)
     console.close()
     return _leave_results(config, server, finish)
+
+
+def _leave_without_results(config: "ServerConfig", gathering: "Gathering", error: WeighmasterError) -> int:
+    """Say how a run ended that had too few workers to begin with, and write that down as for any other run."""
+    from ps import outcome
+
+    finish, summary = gathering.ending(error), gathering.summary(error)
+    outcome.write_summary(config.summary or config.run_dir / "summary.json", summary)
+    _say_ended(config, f"the run ended at step 0: {finish.reason}", finish.status, error.exit_code, 0)
+    return error.exit_code
 
 
 def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "Finish") -> int:
@@ -215,6 +291,11 @@ def _warn_of_exposure(config: "ServerConfig") -> None:
         logger.info("TLS 1.3%s; fingerprint of the certificate: %s", asked, config.tls.certificate.hex())
     elif not is_loopback(config.host):
         logger.warning("WARNING: the traffic is neither secret nor tamper-proof; use a network that you trust")
+    if config.status_port is not None and config.token_file is not None and not is_loopback(config.status_host):
+        logger.warning(
+            "WARNING: the status page speaks plain HTTP also to other machines, and is opened by tokens, which can "
+            "be read on the way; put TLS before it, or use a network that you trust"
+        )
 
 
 def _in_short(summary: Mapping[str, Any]) -> str:
@@ -239,11 +320,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(int(interrupted.exit_code))
 
 
-def _interrupting(server: "ParameterServer") -> Callable[[int, FrameType | None], None]:
+def _interrupt_by_signals(whom: "ParameterServer | Gathering") -> None:
     def handler(number: int, frame: FrameType | None) -> None:
-        server.interrupt(signal.Signals(number).name)
+        whom.interrupt(signal.Signals(number).name)
 
-    return handler
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
 
 
 if __name__ == "__main__":

@@ -236,6 +236,9 @@ def _resumed_from(config: ServerConfig, directory: CheckpointDirectory) -> Snaps
     if snapshot is None:
         logger.info("no checkpoint in %s yet: the run starts afresh", directory.path)
         return None
+    if config.gathers:
+        config = with_known_workers(config, snapshot)
+        logger.info("the checkpoint is of a run for %d workers, and so is this one", config.ranks)
     try:
         changes = check_resumable(snapshot.state["settings"], config)
     except (KeyError, TypeError) as error:
@@ -246,6 +249,21 @@ def _resumed_from(config: ServerConfig, directory: CheckpointDirectory) -> Snaps
     if snapshot.step >= config.steps:
         logger.info("no step is left to do; more --steps would go on")
     return snapshot
+
+
+def with_known_workers(config: ServerConfig, restored: Snapshot | None) -> ServerConfig:
+    """Return a configuration with the checkpoint's number of workers, if it leaves that open and there is one.
+
+    Raises:
+        ConfigurationError: an option does not go with so many.
+        CheckpointError: the checkpoint does not say the number.
+    """
+    if restored is None or not config.gathers:
+        return config
+    workers = restored.state.get("workers")
+    if not isinstance(workers, int):
+        raise CheckpointError(f"the checkpoint of step {restored.step} does not say how many workers there are")
+    return config.for_workers(workers)
 
 
 def restore(parts: Parts, config: ServerConfig, snapshot: Snapshot) -> None:

@@ -201,6 +201,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "clip_worker_norm": _POSITIVE,
     "clip_norm": _POSITIVE,
     "ema_decay": Bounds(above=0, below=1),
+    "gather_timeout": _SECONDS,
     "start_timeout": _SECONDS,
     "round_timeout": _SECONDS,
     "rejoin_timeout": _SECONDS,

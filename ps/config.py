@@ -1,11 +1,11 @@
 """What the operator asks of the server: typed, checked, and silent about nothing that cannot be done."""
 
 import re
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from protocol.certificates import ServerTls
 from protocol.errors import ConfigurationError
@@ -35,6 +35,10 @@ DEFAULT_WEIGHT_DECAY = 0.01
 """AdamW's decay if none is given; with 0 it would be Adam."""
 
 
+AUTO: Final = "auto"
+"""In place of a number of workers: as many as come; see `ServerConfig.gathers`."""
+
+
 def _default_run_dir() -> Path:
     return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
 
@@ -45,7 +49,8 @@ class ServerConfig:
 
     Attributes:
         steps: rounds until the run is done, counted over all resumes; `async` and `ssp`: applied pushes.
-        workers: ranks that round 0 waits for; None: elastic, workers come and go, and the first one starts.
+        workers: ranks that round 0 waits for; None: elastic, workers come and go, and the first one starts; `auto`:
+            as many as have come when none more has come for `gather_timeout`. See `for_workers`.
         host: address to listen on; one that is not loopback needs `token_file` or `insecure`.
         port: TCP port; 0 takes any that is free.
         port_file: where to write the port once the server listens.
@@ -90,7 +95,8 @@ class ServerConfig:
         threads: that update the variables.
         on_worker_loss: what becomes of a round whose worker is lost: it stays open (`wait`), or closes with the
             others (`shrink`); None: see `worker_loss`.
-        start_timeout: wait for the first `workers` ranks.
+        gather_timeout: with `workers` auto, time without a further worker after which those who are there are all.
+        start_timeout: wait for the first `workers` ranks; with `workers` auto, also the longest time to count them.
         round_timeout: wait for a round's last push, from its first.
         rejoin_timeout: wait for a lost worker's return.
         idle_timeout: wait for any push at all.
@@ -123,7 +129,7 @@ class ServerConfig:
     """
 
     steps: int
-    workers: int | None = None
+    workers: int | Literal["auto"] | None = None
     host: str = "127.0.0.1"
     port: int = 5014
     port_file: Path | None = None
@@ -164,6 +170,7 @@ class ServerConfig:
     seed: int = 0
     threads: int = field(default_factory=lambda: min(MAX_UPDATE_THREADS, available_cpus()))
     on_worker_loss: str | None = None
+    gather_timeout: float = 10.0
     start_timeout: float = 300.0
     round_timeout: float = 300.0
     rejoin_timeout: float = 120.0
@@ -202,7 +209,7 @@ class ServerConfig:
         """
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and not bounds.allow(value):
+            if value is not None and not (name == "workers" and value == AUTO) and not bounds.allow(value):
                 raise ConfigurationError(f"{option_name(name)} must be {bounds}, not {value}")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -227,16 +234,32 @@ class ServerConfig:
         return self.workers is None
 
     @property
+    def gathers(self) -> bool:
+        """Whether it is yet to be seen how many workers take part; nothing is served before that is known."""
+        return self.workers == AUTO
+
+    def for_workers(self, count: int) -> "ServerConfig":
+        """Return this configuration for a number of workers, once they are counted.
+
+        Raises:
+            ConfigurationError: what was asked for cannot be done with so many.
+        """
+        return replace(self, workers=count)
+
+    @property
     def ranks(self) -> int:
-        """Ranks that there is room for: 0 to `ranks - 1`."""
-        ranks = self.shards if self.workers is None else self.workers
-        assert ranks is not None  # see _check_membership
-        return ranks
+        """Ranks that there is room for: 0 to `ranks - 1`; before the workers are counted, how many there may be."""
+        if isinstance(self.workers, int):
+            return self.workers
+        if self.gathers:
+            return MAX_WORKERS if self.shards is None else min(self.shards, MAX_WORKERS)
+        assert self.shards is not None  # see _check_membership
+        return self.shards
 
     @property
     def start_workers(self) -> int:
-        """Ranks that round 0 waits for."""
-        return 1 if self.workers is None else self.workers
+        """Ranks that round 0 waits for; before the workers are counted, the least that there may be."""
+        return self.workers if isinstance(self.workers, int) else 1
 
     @property
     def worker_loss(self) -> str:
@@ -304,7 +327,7 @@ class ServerConfig:
             if self.shards is None:
                 raise ConfigurationError(
                     "--workers is missing: say how many workers take part, there or in WEIGHMASTER_WORKERS, "
-                    "or give --shards instead, and workers come and go as they like"
+                    "or auto for as many as come, or give --shards instead, and workers come and go as they like"
                 )
             if self.shards > MAX_WORKERS:
                 raise ConfigurationError(
@@ -384,10 +407,11 @@ class ServerConfig:
         faulty = self.assumed_faulty
         needed = 2 * faulty + (1 if self.aggregation == "trimmed_mean" else 3)
         limit = "quorum" if self.quorum is not None else "shards" if self.elastic else "workers"
-        if getattr(self, limit) < needed:
+        most = self.quorum if self.quorum is not None else self.ranks
+        if most < needed:
             raise ConfigurationError(
                 f"--aggregation {self.aggregation} needs at least {needed} workers to stand {faulty} bad ones, "
-                f"{option_name(limit)} is {getattr(self, limit)}: "
+                f"{option_name(limit)} is {most}: "
                 "take more workers, a lower --faulty-workers or another rule"
             )
 

@@ -7,7 +7,7 @@ _PEER = r"(?P<peer>\S+:\d+)"
 EVENTS = (
     sentence(
         "listening",
-        r"listening on (?P<address>\S+), workers to come: (?P<workers>\d+)",
+        r"listening on (?P<address>\S+), workers to come: (?P<workers>\d+|auto)",
         "the port is open",
         "start the workers",
     ),
@@ -29,6 +29,18 @@ EVENTS = (
         r"WARNING: .*",
         "who reaches the port could join, or read and alter the traffic",
         "use tokens and TLS, or a network that you trust",
+    ),
+    sentence(
+        "gathering",
+        r"workers so far: (?P<workers>\d+); the run begins when no other has come for \S+ s",
+        "`--workers auto`: how many have come; said when the number changes",
+        "start those that are missing",
+    ),
+    sentence(
+        "gathered",
+        r"(?:no further worker has come: the run is|the checkpoint is of a run) for (?P<workers>\d+)"
+        r"(?: workers, and so is this one)?",
+        "`--workers auto`: the number is known, and is that of the ranks from here on",
     ),
     sentence("joined", r"WHO(?: on (?P<host>\S+))? has joined", "a client takes part"),
     sentence("returned", r"WHO on (?P<host>\S+) has returned", "a client that was lost is back"),

@@ -10,13 +10,26 @@ import click
 import cloup
 
 from ps.combinations import CHOICES, option_name
-from ps.config import DEFAULT_WEIGHT_DECAY, ServerConfig, default_of
+from ps.config import AUTO, DEFAULT_WEIGHT_DECAY, ServerConfig, default_of
 
 
 class _Several(click.types.StringParamType):
     """Texts of an option that may be given several times; its environment variable holds them all."""
 
     envvar_list_splitter = ";"
+
+
+class _NumberOrAuto(click.types.IntParamType):
+    """A whole number, or the word that leaves it to the server."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or the word."""
+        if value == AUTO:
+            return value
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither a whole number nor {AUTO}.", param, ctx)
 
 
 TYPES: dict[Any, Any] = {
@@ -87,9 +100,11 @@ OPTION_GROUPS = (
         "The run",
         _option(
             "workers",
-            "Workers that take part; round 0 waits for all",
+            "Workers that take part; round 0 waits for all. auto: as many as come, until --gather-timeout passes "
+            "without a further one",
             unset="with --shards, they come and go",
-            metavar="N",
+            metavar="N|auto",
+            type=_NumberOrAuto(),
         ),
         _option(
             "steps", "Rounds of the run; async, ssp: pushes that are applied", unset="none; required", metavar="N"
@@ -218,6 +233,7 @@ OPTION_GROUPS = (
     ),
     cloup.option_group(
         "Time-outs",
+        _seconds("gather_timeout", "--workers auto: begin when so long no further worker has come"),
         _seconds("start_timeout", "Wait for the workers before round 0"),
         _seconds("round_timeout", "Wait for a round's last push, from its first"),
         _seconds("rejoin_timeout", "Wait for the return of a lost worker"),
@@ -259,7 +275,9 @@ OPTION_GROUPS = (
             metavar="FILE",
         ),
         _option("export", "File for the final values", unset=_NOT_KEPT, metavar="FILE.safetensors"),
-        _option("summary", "File for what became of the run", unset=_NOT_KEPT, metavar="FILE.json"),
+        _option(
+            "summary", "File for what became of the run", unset="summary.json in --run-dir", metavar="FILE.json"
+        ),
         _option(
             "max_memory",
             "Memory in bytes, with suffix k, M or G, above which the server does not start",

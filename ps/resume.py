@@ -144,6 +144,7 @@ OPTIONS: Mapping[str, Option] = {
     "threads": _free("sums are taken in an order that does not depend on their number"),
     "max_memory": _free("a limit, not a choice"),
     "max_model_bytes": _free("a limit, not a choice"),
+    "gather_timeout": _PATIENCE,
     "start_timeout": _PATIENCE,
     "round_timeout": _PATIENCE,
     "rejoin_timeout": _PATIENCE,

@@ -46,6 +46,7 @@ from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
 from ps.door import TICK_S, Door
+from ps.gathering import Gathering
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -60,6 +61,7 @@ from ps.instructions import (
     Take,
     WeighAnswers,
 )
+from ps.members import Identity
 from ps.metrics import TestResult
 from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
@@ -106,6 +108,7 @@ class ParameterServer:
         checkpoints: CheckpointDirectory | None = None,
         restored: Snapshot | None = None,
         faults: Faults = NONE,
+        gathering: Gathering | None = None,
     ) -> None:
         """Make everything that can be made before a worker comes.
 
@@ -118,6 +121,7 @@ class ParameterServer:
             checkpoints: where checkpoints are kept, or None.
             restored: where to go on from, or None.
             faults: what is to break on purpose.
+            gathering: whose clients it takes over, or None.
 
         Raises:
             ConfigurationError: something that was asked for cannot be done.
@@ -130,7 +134,8 @@ class ParameterServer:
         self._closer = RoundCloser(
             make_rule(config), make_schedule(config), config.clip_worker_norm, config.staleness_discount
         )
-        self._lock = threading.RLock()
+        self._gathering = gathering
+        self._lock = threading.RLock() if gathering is None else gathering.lock
         self._began = time.monotonic()
         secret = secret_of(config) if restored is None else bytes(restored.state["secret"])
         self._coordinator = Coordinator(
@@ -145,7 +150,11 @@ class ParameterServer:
         self._members = None if ensemble is None else MembersMode(ensemble)
         self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
         self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
-        self._door = Door(lambda number, channel: Session(number, channel, self), self.broke)
+        self._door = (
+            Door(lambda number, channel: Session(number, channel, self), self.broke)
+            if gathering is None
+            else gathering.door
+        )
         self.compiling = Compiling(config, self._nudge_all, self.broke)
         self._ended = threading.Event()
         self._rule_is_idle = False
@@ -186,7 +195,10 @@ class ParameterServer:
         if page is not None:
             logger.info("the status page is at %s", page)
         self.compiling.begin(("float32",))  # while the workers load TensorFlow; who comes too early is told to wait
-        self._door.open(listener)
+        if self._gathering is None:
+            self._door.open(listener)
+        else:
+            self._gathering.hand_over(self)
         try:
             while not self._ended.wait(TICK_S):
                 self._guarded(self.tick)
@@ -316,6 +328,15 @@ class ParameterServer:
         self._narration.progress(self._coordinator, self._record.metrics, now)
 
     # ---- who is there: called by sessions --------------------------------------------------------------
+
+    @property
+    def server(self) -> "ParameterServer":
+        """The one that sessions ask for; a `Gathering` has another."""
+        return self
+
+    def holds(self, session: Session, who: Identity) -> str:
+        """Say for what a client that has proved itself has to wait, or nothing."""
+        return self.compiling.what_waits()
 
     def session(self, number: int) -> Session | None:
         """Return a live session by its number."""

@@ -57,6 +57,7 @@ from ps import instructions as decided
 from ps.members import Contested, Denied, Granted, Identity
 
 if TYPE_CHECKING:
+    from ps.gathering import Gathering
     from ps.server import ParameterServer
 
 logger = logging.getLogger("weighmaster.ps")
@@ -102,10 +103,10 @@ class Session(threading.Thread):
         proof_failed: called when its proof is wrong, before it hears of it.
     """
 
-    def __init__(self, number: int, channel: PlainChannel, server: "ParameterServer") -> None:
+    def __init__(self, number: int, channel: PlainChannel, host: "ParameterServer | Gathering") -> None:
         super().__init__(name=f"session-{number}", daemon=True)
         self.number = number
-        self._channel, tls = channel, server.config.tls
+        self._channel, tls = channel, host.config.tls
         self.link = Link(channel if tls is None else tls.wrap(channel), Side.SERVER)
         self.joined = False
         self.ended = threading.Event()
@@ -113,14 +114,19 @@ class Session(threading.Thread):
         self.cut_because = ""
         self.leaves_door: Callable[[], None] = lambda: None
         self.proof_failed: Callable[[], None] = lambda: None
-        self._server = server
-        self._faults = server.faults
+        self._host = host
+        self._faults = host.faults
         self._role, self._rank = Role.WORKER, AUTO_RANK
-        self._tick_s = min(TICK_S, server.config.heartbeat_interval / 2)
+        self._tick_s = min(TICK_S, host.config.heartbeat_interval / 2)
         self._outbox: deque[Outgoing] = deque()
         self._wake = Wake()
         self._owes_values = False
         self._is_at_door = True
+
+    @property
+    def _server(self) -> "ParameterServer":
+        """Whom a client reaches once it is held no longer."""
+        return self._host.server
 
     def post(self, item: Outgoing) -> None:
         """Hand over something to send; safe from any thread."""
@@ -161,13 +167,13 @@ class Session(threading.Thread):
             if not self.joined:
                 logger.info("%s gave up before it had joined: %s", self.link.peer, error)
         except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not one thread of it
-            self._server.broke(error)
+            self._host.broke(error)
         finally:
             self.ended.set()
             try:  # leaving may close a round
-                self._server.left(self, reason, on_purpose)
+                self._host.left(self, reason, on_purpose)
             except Exception as error:  # noqa: BLE001 - as above
-                self._server.broke(error)
+                self._host.broke(error)
             self.link.close(linger_s)
             self._wake.close()
             self._leave_door()  # last: strangers who are heard out still count
@@ -202,7 +208,7 @@ class Session(threading.Thread):
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
         self._leave_door()  # not before the offer: without tokens anybody may begin one of 16 MB
-        if not self._wait_while(self._server.compiling.what_waits):
+        if not self._wait_while(lambda: self._host.holds(self, who)):
             return  # the run has ended: serving begins with saying so
         if who.role is Role.EVALUATOR and not self._wait_while(self._missing_variables):
             return
@@ -217,7 +223,7 @@ class Session(threading.Thread):
         self.link.silence_s = self._server.config.heartbeat_timeout
 
     def _authenticate(self, hello: Hello) -> Identity:
-        grants = self._server.grants
+        grants = self._host.grants
         challenge = Challenge(os.urandom(32), bool(grants))
         self.link.send(challenge)
         proof = expect(self.link.receive(Deadline(HANDSHAKE_S)), Proof)

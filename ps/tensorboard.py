@@ -96,6 +96,21 @@ class Point:
     scalars: Mapping[str, float]
 
 
+def check_installed() -> None:
+    """Check that the package is there that writes.
+
+    Raises:
+        ConfigurationError: it is missing.
+    """
+    try:
+        import tensorboardX.event_file_writer
+        import tensorboardX.proto.event_pb2  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--tensorboard needs a package that is not installed ({error.name}): {installing('tensorboard')}"
+        ) from error
+
+
 class EventFile:
     """One file of events, in TensorBoard's own format; not safe for several threads."""
 
@@ -110,13 +125,10 @@ class EventFile:
         Raises:
             ConfigurationError: the package that writes is missing, or the directory cannot be written.
         """
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto import event_pb2, summary_pb2
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"--tensorboard needs a package that is not installed ({error.name}): {installing('tensorboard')}"
-            ) from error
+        check_installed()
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         # Readers take files in the order of their names, which have but whole seconds without this.
         suffix = f".{time.time_ns()}.{os.getpid()}"

@@ -2,7 +2,7 @@
 # Tests the compose cluster against a real Docker engine, with each compose that is there (`docker compose` and
 # `docker-compose`, or the one in COMPOSE): builds the images, trains, kills the server and a worker in the midst, and
 # calls the server by a name with an underscore and by an IPv6 address. Leaves only the images.
-# Usage: scripts/test_compose.sh [PART...], of: trains survives by_ipv6 with_tls (all)
+# Usage: scripts/test_compose.sh [PART...], of: trains scales survives by_ipv6 with_tls (all)
 # Exit code 0: all passed; 1: something failed; 2: there is no such part; 77: there is no engine, so nothing was
 # tested.
 set -euo pipefail
@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 most_seconds=120       # from `up`, with images built, to the end of training
 most_server_bytes=$((350 * 1000 * 1000)) # of the server's image beyond its base
 base="${BASE_IMAGE:-python:3.11-slim-bookworm}"
-parts=(trains survives by_ipv6 with_tls)
+parts=(trains scales survives by_ipv6 with_tls)
 for part in "$@"; do
     if [[ " ${parts[*]} " != *" $part "* ]]; then
         printf '%s\n' "test_compose.sh: there is no part '$part'; there are: ${parts[*]}" >&2
@@ -173,6 +173,20 @@ trains() {
     check "'up' ends with exit code 0 (it was $code)" [ "$code" = 0 ]
     check "every container ended with 0" all_ended_well
     down
+}
+
+scales() {
+    say "another number of workers needs no more than --scale"
+    local count code
+    for count in 2 4; do
+        code=0
+        STEPS=60 "${compose[@]}" up --scale "worker=$count" >"$work/up.log" 2>&1 || code=$?
+        check "'up --scale worker=$count' ends with exit code 0 (it was $code)" [ "$code" = 0 ]
+        check "every container ended with 0" all_ended_well
+        check "none was restarted" none_restarted
+        check "the result is of $count workers" result_is_there 60 "$count"
+        down
+    done
 }
 
 survives() {

@@ -14,9 +14,9 @@ from ps import checkpointing
 from ps.aggregation import Mean
 from ps.build import store_config
 from ps.checkpoint import CheckpointDirectory, Snapshot, checkpoints_in, load
-from ps.checkpointing import Checkpointing, Parts, changes_since, open_checkpoints
+from ps.checkpointing import Checkpointing, Parts, changes_since, open_checkpoints, with_known_workers
 from ps.closing import RoundCloser
-from ps.config import ServerConfig
+from ps.config import AUTO, ServerConfig
 from ps.record import Record
 from ps.schedules import Constant
 from ps.store import Store
@@ -237,6 +237,24 @@ def test_checkpoints_are_gone_on_from_only_if_that_was_asked_for(tmp_path):
     with pytest.raises(ConfigurationError, match="go on from them with --resume"):
         opened(config)
     assert opened(replace(config, resume=True)).step == 3
+
+
+def test_a_number_of_workers_that_is_left_open_is_that_of_the_checkpoint(tmp_path, caplog):
+    """Another would have other values, and be told so."""
+    with Server(tmp_path / "c") as server:
+        for _ in range(3):
+            server.step()
+        known = server.config
+    config = replace(known, workers=AUTO, resume=True)
+    with caplog.at_level(logging.INFO, "weighmaster.ps"):
+        restored = opened(config)
+    assert "--workers" not in caplog.text
+    assert f"the checkpoint is of a run for {known.workers} workers, and so is this one" in caplog.text
+    assert with_known_workers(config, restored) == replace(known, resume=True)
+    assert with_known_workers(replace(known, workers=9), restored).workers == 9, "it was said"
+    assert with_known_workers(config, None) == config
+    with pytest.raises(CheckpointError, match="does not say how many workers"):
+        with_known_workers(config, Snapshot(4, 1, {}, {}))
 
 
 @pytest.mark.parametrize(

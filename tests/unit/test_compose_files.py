@@ -9,6 +9,7 @@ from pathlib import Path
 
 from protocol.messages import Role
 from protocol.tokens import candidates, parse_grants
+from ps.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = (ROOT / "docker-compose.yml").read_text()
@@ -130,6 +131,18 @@ def test_no_variable_is_given_before_a_command() -> None:
     for page in (COMPOSE, (ROOT / "README.md").read_text(), (ROOT / "docs/OPERATIONS.md").read_text()):
         given = re.findall(r"\b([A-Z_]+)=\S+ (?:[A-Z_]+=\S+ )*docker[ -]compose", page)
         assert not variables & set(given)
+
+
+def test_the_number_of_workers_is_said_in_one_place() -> None:
+    """`--scale` alone is enough: the server counts them, and no worker asks for a rank of its own."""
+    assert "WEIGHMASTER_WORKERS: ${WORKERS:-auto}" in COMPOSE
+    assert "scale: ${WORKERS:-3}" in COMPOSE
+    assert "WEIGHMASTER_RANK: auto" in COMPOSE
+    assert re.search(r"^# .*: docker compose up --scale worker=\d+$", COMPOSE, re.MULTILINE)
+    config = parse(["--workers", "auto", "--steps", "1"])
+    match = re.search(r"WEIGHMASTER_GATHER_TIMEOUT: \$\{GATHER_TIMEOUT:-(\d+)\}", COMPOSE)
+    assert match is not None
+    assert config.gather_timeout < float(match[1]) < 60.0
 
 
 def test_no_builder_of_the_newest_kind_is_needed() -> None:

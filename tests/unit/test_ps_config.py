@@ -21,7 +21,7 @@ from ps.combinations import (
     check_combination,
 )
 from ps.command_line import ExportRequest, TokenRequest, build_command, execute, parse
-from ps.config import ServerConfig, default_of
+from ps.config import AUTO, ServerConfig, default_of
 from ps.machine import memory_limit_bytes
 from ps.options import size_bytes
 from tests.unit.authority import Authority
@@ -128,6 +128,7 @@ def test_every_option_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
         "seed": 11,
         "threads": 2,
         "on_worker_loss": "wait",
+        "gather_timeout": 0.5,
         "start_timeout": 1.0,
         "round_timeout": 2.0,
         "rejoin_timeout": 3.0,
@@ -579,6 +580,55 @@ def test_without_workers_the_shards_are_the_room_and_the_first_one_starts() -> N
     assert (member.ranks, member.start_workers, member.shard_count) == (2, 2, 1)
     assert made(workers=None, shards=8, quorum=8).quorum == 8
     assert made(workers=None, shards=MAX_WORKERS).ranks == MAX_WORKERS
+
+
+def test_how_many_workers_there_are_may_be_left_to_who_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHMASTER_WORKERS", "auto")
+    monkeypatch.setenv("WEIGHMASTER_GATHER_TIMEOUT", "20")
+    config = parse(["--steps", "10"])
+    assert (config.workers, config.gathers, config.gather_timeout) == (AUTO, True, 20.0)
+    assert not config.elastic
+    assert config.worker_loss == "wait"
+    assert (config.ranks, config.start_workers) == (MAX_WORKERS, 1)
+    assert parse(["--steps", "10", "--shards", "8"]).ranks == 8
+    counted = config.for_workers(3)
+    assert counted == dataclasses.replace(config, workers=3)
+    assert not counted.gathers
+    assert (counted.ranks, counted.start_workers, counted.shard_count) == (3, 3, 3)
+    assert made(workers=3).gathers is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "says"),
+    [
+        ({"quorum": 3}, 2, "--quorum 3 is more than there can be; it must be at most --workers, which is 2"),
+        ({"shards": 4}, 5, "--shards 4 leaves some of --workers 5 without data; it must be at least 5"),
+        (
+            {"aggregation": "krum", "faulty_workers": 1},
+            4,
+            "--aggregation krum needs at least 5 workers to stand 1 bad ones, --workers is 4",
+        ),
+        ({"aggregation": "krum"}, 2, "--aggregation krum needs at least 3 workers"),
+        ({}, MAX_WORKERS + 1, f"--workers must be at least 1 and at most {MAX_WORKERS}"),
+    ],
+    ids=["quorum", "shards", "faulty workers", "rule", "too many"],
+)
+def test_what_cannot_be_done_with_so_many_is_refused_once_they_are_counted(
+    changes: dict[str, Any], count: int, says: str
+) -> None:
+    config = made(workers=AUTO, **changes)
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        config.for_workers(count)
+
+
+def test_an_ensemble_takes_as_many_as_come_too() -> None:
+    assert made(workers=AUTO, mode="ensemble", aggregation="master").for_workers(2).ranks == 2
+
+
+@pytest.mark.parametrize("number", ["some", "1.5", "", "AUTO"])
+def test_another_word_is_no_number_of_workers(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(build_command(lambda _: 0, lambda _: 0), ["--steps", "1", "--workers", number]) == 2
+    assert f"'{number}' is neither a whole number nor auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,26 @@
 """How the server's process begins: what it calls itself, and that a signal which comes early is one sentence."""
 
+import io
 import json
+import logging
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ps.__main__
-from protocol.errors import ExitCode
+from protocol.errors import ConfigurationError, ExitCode
+from protocol.injector import NONE
+from protocol.log_lines import recognise
 from ps import command_line
 from ps.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
+from ps.config import ServerConfig
+from ps.console import Console
+from ps.log_events import EVENTS
+from tests.unit.authority import Authority
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,3 +115,69 @@ def test_a_bad_end_is_said_once(log_format: str, capsys: pytest.CaptureFixture[s
         line = json.loads(shown.out)
         assert (line["event"], line["status"], line["exit_code"], line["step"]) == ("ended", "no_progress", 7, 3)
         assert shown.err == ""
+
+
+# ---- what is looked at before anybody is let in --------------------------------------------------------
+
+
+def prepare(**options: Any) -> ServerConfig:
+    config = ServerConfig(workers=1, steps=1, port=0, **options)
+    with ps.__main__._prepared(config, Console(1, io.StringIO(), interactive=False), NONE) as prepared:
+        return prepared.config
+
+
+def test_results_may_lie_in_a_run_directory_that_is_yet_to_be_made(tmp_path: Path) -> None:
+    run = tmp_path / "out"
+    prepare(run_dir=run, export=run / "m.safetensors", summary=run / "s.json", port_file=run / "port")
+    assert run.is_dir()
+
+
+@pytest.mark.parametrize("option", ["export", "summary", "port_file"])
+def test_who_is_refused_for_a_file_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, option: str
+) -> None:
+    with pytest.raises(ConfigurationError, match="is missing or cannot be written"):
+        prepare(run_dir=tmp_path / "out", **{option: tmp_path / "nowhere" / "file.safetensors"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("within", ["out", "."], ids=["run directory", "elsewhere"])
+def test_a_directory_in_the_place_of_a_result_is_refused(tmp_path: Path, within: str) -> None:
+    (tmp_path / within / "m.safetensors").mkdir(parents=True)
+    (tmp_path / within).chmod(0o700)
+    with pytest.raises(ConfigurationError, match="is a directory"):
+        prepare(run_dir=tmp_path / "out", export=tmp_path / within / "m.safetensors")
+
+
+def test_that_the_package_for_tensorboard_is_missing_is_told_before_the_server_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tensorboardX", "tensorboardX.event_file_writer", "tensorboardX.proto"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'weighmaster\[tensorboard\]'"):
+        prepare(run_dir=tmp_path / "out", tensorboard=tmp_path / "board")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+@pytest.mark.parametrize(
+    ("page", "warned"),
+    [
+        ({"status_port": 0, "status_host": "0.0.0.0"}, True),
+        ({"status_port": 0, "status_host": "127.0.0.1"}, False),
+        ({}, False),
+    ],
+    ids=["everywhere", "loopback", "no page"],
+)
+def test_tokens_that_travel_to_the_status_page_in_the_clear_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, page: dict[str, Any], warned: bool, tls: bool
+) -> None:
+    """TLS of the port for workers is none of the page's."""
+    issued = Authority(tmp_path).issue("server")
+    files: dict[str, Any] = {"tls_cert": issued.certificate, "tls_key": issued.key} if tls else {}
+    config = ServerConfig(workers=1, steps=1, token_file=tmp_path / "tokens", **page, **files)
+    with caplog.at_level(logging.INFO, "weighmaster.ps"):
+        ps.__main__._warn_of_exposure(config)
+    said = [record for record in caplog.records if "status page" in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"] * warned
+    assert all(recognise(record.getMessage(), EVENTS)[0] == "exposed" for record in said)

@@ -68,6 +68,7 @@ FREE = {
     "threads": 3,
     "evaluators": 1,
     "on_worker_loss": "shrink",
+    "gather_timeout": 1.0,
     "start_timeout": 1.0,
     "round_timeout": 1.0,
     "rejoin_timeout": 1.0,
