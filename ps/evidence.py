@@ -60,6 +60,12 @@ ALARMING_WEIGHT = 0.01
 """Weight from which on a sudden change of a worker is a reason for an alarm."""
 WEIGHT_RATE = 0.5
 """How fast the remembered weights follow."""
+SHORT = 1 / 3
+"""Where the trusted gradients' median length is less than this part of the validator's, tau is that median divided
+by this. Late in a run workers have fitted their own examples: who has fitted them a little better than the others
+must not look as if it pushed nothing."""
+SHORTEST_UNIT = 1e-6
+"""Least tau, in units of the validator's norm: those who push zeros must not become the measure."""
 BOUND_START = 1.5
 """Norm bound in units of tau, at the start and at least: honest norms differ that much."""
 BOUND_MOST = 10.0
@@ -90,7 +96,8 @@ class Standing:
         positions: [U], their places in the view.
         rows: [U], their rows in the ledger.
         norms: [U], Euclidean norms.
-        unit: tau, above 0: the validator's norm, or the weighted median norm without one.
+        unit: tau, above 0: `whole`, or less where all are short.
+        whole: the validator's norm, or the weighted median norm without one, above 0.
         gram: [U, U], inner products of the gradients clipped to tau, in units of tau squared.
         exact: False where `gram` is a guess from projections.
         agreement: [U], b_i; None in rounds without a fresh validator gradient.
@@ -101,6 +108,7 @@ class Standing:
     rows: Rows
     norms: Vector
     unit: float
+    whole: float
     gram: Matrix
     exact: bool
     agreement: Vector | None
@@ -186,8 +194,9 @@ class Evidence:
         if geometry.reference_norm is not None:
             self._validated = True
             self._unit = geometry.reference_norm or self._unit
-        unit = (self._unit if self._validated else None) or weighted_median(norms, self.ledger["weight"][rows])
-        unit = unit or 1.0
+        median = weighted_median(norms, self.ledger["weight"][rows])
+        whole = (self._unit if self._validated else None) or median or 1.0
+        unit = min(whole, max(median / SHORT, SHORTEST_UNIT * whole))
         clipped = np.maximum(norms, unit)
         if geometry.fresh and geometry.reference_norm and geometry.with_reference is not None:
             agreement = geometry.with_reference[positions] / (clipped * geometry.reference_norm)
@@ -202,7 +211,7 @@ class Evidence:
         else:
             raise LocalProtocolError(f"round {view.step} was measured without inner products among its gradients")
         judged = not self._validated or self._unit is not None
-        return Standing(positions, rows, norms, unit, gram, geometry.gram is not None, agreement, judged)
+        return Standing(positions, rows, norms, unit, whole, gram, geometry.gram is not None, agreement, judged)
 
     def absorb(self, standing: Standing, view: RoundView) -> None:
         """Update the trust in those present, if the round says something of them."""
@@ -221,7 +230,7 @@ class Evidence:
         Its trust holds until it is judged again, which is asked for soon.
         """
         rows, ledger = standing.rows, self.ledger
-        rows = rows[changed(ledger, rows, standing.norms / standing.unit)]
+        rows = rows[changed(ledger, rows, np.maximum(standing.norms / standing.whole, 1.0))]
         if rows.size:
             ledger["validations"][rows] = np.minimum(ledger["validations"][rows], 1.0)
             ledger["recent_share"][rows] = 1.0
@@ -345,9 +354,9 @@ class Evidence:
             return median
         if not self._validated:
             return BOUND_START * median
-        bound = min(BOUND_START * max(1.0, median / standing.unit), BOUND_MOST, BOUND_GROWTH * self._bound)
+        bound = min(BOUND_START * max(1.0, median / standing.whole), BOUND_MOST, BOUND_GROWTH * self._bound)
         self._bound = max(bound, BOUND_START)
-        return bound * standing.unit
+        return bound * standing.whole
 
     # ---- for people and checkpoints ----------------------------------------------------------------------
 

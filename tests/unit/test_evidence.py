@@ -289,6 +289,37 @@ def test_the_record_of_a_worker_that_suddenly_pushes_more_counts_little():
     assert rounds_until_muted(-3.0) <= 6 < rounds_until_muted(-1.0)
 
 
+def test_where_all_have_fitted_their_examples_one_that_fits_them_better_is_still_needed():
+    """The validator's gradient is long, since nobody trains on its examples, and workers' lengths differ much."""
+
+    def weight_of_the_shortest(scale, factor):
+        rule = Evidence(True)
+        for view in noisy_rounds(240, [1.0] * 4, noise=1.0):
+            gradients = scale * np.linalg.cholesky(view.geometry.gram + 1e-9 * np.eye(4))
+            along = view.geometry.with_reference * scale
+            fitted = np.array([1.0, 1.0, 1.0, factor])
+            geometry = replace(
+                view.geometry,
+                norms=view.geometry.norms * scale * fitted,
+                gram=gradients @ gradients.T * np.outer(fitted, fitted),
+                with_reference=along * fitted,
+            )
+            decision = rule.decide(replace(view, geometry=geometry, norms=tuple(geometry.norms.tolist())))
+        return decision.weights[3]
+
+    assert weight_of_the_shortest(0.02, 0.1) > 0.1
+    assert weight_of_the_shortest(1.0, 0.0) == weight_of_the_shortest(0.02, 0.0) == 0.0  # zeros help nobody
+
+
+def test_growth_below_the_validators_length_is_no_change():
+    rule = Evidence(True)
+    for step in range(120):
+        length = 0.9 if step >= 60 else 0.01
+        rule.decide(round_view(step, [0.9 * V, 0.9 * V, length * V], V))
+    assert rule.ledger["validations"][:3].tolist() == [120.0] * 3
+    assert not rule.wants_validation
+
+
 # ---- no validator ----------------------------------------------------------------------------------------
 
 
