@@ -94,6 +94,11 @@ class _Prepared:
     server: "Callable[[ServerConfig, Gathering | None], ParameterServer]"
 
 
+def _is_in(directory: "Path", path: "Path") -> bool:
+    """Say whether a file is to lie in a directory, however the two are written."""
+    return os.path.realpath(path.parent) == os.path.realpath(directory)
+
+
 @contextlib.contextmanager
 def _prepared(config: "ServerConfig", console: "Console", faults: "Faults") -> "Iterator[_Prepared]":
     """Check everything that can be checked before there is a server, and open what it needs."""
@@ -111,10 +116,10 @@ def _prepared(config: "ServerConfig", console: "Console", faults: "Faults") -> "
     files = {"--export": config.export, "--summary": config.summary, "--port-file": config.port_file}
     named = [(option, path) for option, path in files.items() if path is not None]
     for option, path in named:
-        if path.parent != config.run_dir:  # before anything is made: who is refused leaves nothing behind
+        if not _is_in(config.run_dir, path):  # before anything is made: who is refused leaves nothing behind
             outcome.check_writable(option, path)
     outcome.make_run_directory(config.run_dir)
-    in_run_directory = [(option, path) for option, path in named if path.parent == config.run_dir]
+    in_run_directory = [(option, path) for option, path in named if _is_in(config.run_dir, path)]
     if config.summary is None:
         in_run_directory.append(("--run-dir", config.run_dir / "summary.json"))
     for option, path in in_run_directory:

@@ -260,6 +260,12 @@ def with_known_workers(config: ServerConfig, restored: Snapshot | None) -> Serve
     """
     if restored is None or not config.gathers:
         return config
+    settings = restored.state.get("settings")
+    if isinstance(settings, Mapping) and settings.get("workers", 0) is None:
+        raise ConfigurationError(
+            f"the checkpoint of step {restored.step} is of a run to which workers come and go: it has no number of "
+            "workers for --workers auto; leave --workers out and give the same --shards, or give a number"
+        )
     workers = restored.state.get("workers")
     if not isinstance(workers, int):
         raise CheckpointError(f"the checkpoint of step {restored.step} does not say how many workers there are")

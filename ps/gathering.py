@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from protocol.errors import ConfigurationError, Interrupted, NoProgress, WeighmasterError
+from protocol.errors import ConfigurationError, Interrupted, NoProgress, Refused, WeighmasterError
 from protocol.injector import Faults
-from protocol.messages import AUTO_RANK, Role, Status
+from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
 from protocol.tokens import Grant
 from protocol.transport import Listener
-from ps.build import policy_of, warm_up
+from ps.build import policy_of
 from ps.combinations import MAX_WORKERS
+from ps.compiling import Compiling
 from ps.config import ServerConfig
 from ps.coordinator import Coordinator
 from ps.door import TICK_S, Door
@@ -86,13 +87,18 @@ class Headcount:
         """Whether nobody is there, and nobody is waited for any longer."""
         return not self._callers and now - self._began >= self._timeout_s
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many connections are there as there may be workers."""
+        return len(self._callers) >= MAX_WORKERS
+
     def waiting_for(self, now: float) -> str:
         """Say in words for what the start waits."""
         if not self._callers:
             seconds = round(now - self._began)
             return f"the start waits for the first worker{f' since {seconds} s' if seconds else ''}"
         left_s = max(0.0, self._left_s(now))
-        return f"the start waits for more workers: {self.count} so far, begins in {left_s:.0f} s"
+        return f"the start waits for more workers: {self.count} so far; the run begins in {left_s:.0f} s"
 
     def _left_s(self, now: float) -> float:
         return min(self._last_came + self._quiet_s, self._began + self._timeout_s) - now
@@ -125,6 +131,7 @@ class Gathering:
         faults: what is to break on purpose.
         lock: of all state, which becomes the server's.
         door: through which clients come, which becomes the server's.
+        compiling: makes the kernels ready that the run needs, which becomes the server's.
     """
 
     def __init__(self, config: ServerConfig, grants: Sequence[Grant], faults: Faults) -> None:
@@ -133,6 +140,7 @@ class Gathering:
         self.faults = faults
         self.lock = threading.RLock()
         self.door = Door(lambda number, channel: Session(number, channel, self), self.broke)
+        self.compiling = Compiling(config, self._nudge_all, self.broke)
         self._began = time.monotonic()
         self._headcount = Headcount(config.gather_timeout, config.start_timeout, self._began)
         self._counted: frozenset[SessionId] | None = None
@@ -153,8 +161,7 @@ class Gathering:
             Interrupted: a signal came.
         """
         self._listener = listener
-        # While clients come: the server that takes over finds the kernels ready, or waits for the rest of it.
-        threading.Thread(target=warm_up, args=(self.config, "float32"), name="compile", daemon=True).start()
+        self.compiling.begin(("float32",))  # while clients come
         self.door.open(listener)
         pause = threading.Event()
         while not (count := self._counted_now()):
@@ -208,6 +215,9 @@ class Gathering:
                 server.interrupt(self._signal)
             if self._fault is not None:
                 server.broke(self._fault)
+        self._nudge_all()
+
+    def _nudge_all(self) -> None:
         for session in self.door.sessions():
             session.nudge()
 
@@ -244,11 +254,18 @@ class Gathering:
         return self._server
 
     def holds(self, session: Session, who: Identity) -> str:
-        """Say for what a client that has proved itself has to wait; empty when the server may have it."""
+        """Say for what a client that has proved itself has to wait; empty when the server may have it.
+
+        Raises:
+            Refused: there are as many workers as there may be.
+        """
         with self.lock:
             server = self._server
             if server is None:
                 now = time.monotonic()
+                is_new = who.role is Role.WORKER and session.number not in self._headcount.callers
+                if is_new and self._headcount.is_full:
+                    raise Refused(RefusalCode.FULL, f"{MAX_WORKERS} workers are here already, as many as may be")
                 self._headcount.came(session.number, who, now)
                 return (
                     "the start waits for the server to be ready"

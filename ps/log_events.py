@@ -7,7 +7,7 @@ _PEER = r"(?P<peer>\S+:\d+)"
 EVENTS = (
     sentence(
         "listening",
-        r"listening on (?P<address>\S+), workers to come: (?P<workers>\d+|auto)",
+        r"listening on (?P<address>\S+), workers to come: (?:(?P<workers>\d+)|auto)",
         "the port is open",
         "start the workers",
     ),

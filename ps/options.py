@@ -233,7 +233,7 @@ OPTION_GROUPS = (
     ),
     cloup.option_group(
         "Time-outs",
-        _seconds("gather_timeout", "--workers auto: begin when so long no further worker has come"),
+        _seconds("gather_timeout", "--workers auto: begin when no further worker has come for so long"),
         _seconds("start_timeout", "Wait for the workers before round 0"),
         _seconds("round_timeout", "Wait for a round's last push, from its first"),
         _seconds("rejoin_timeout", "Wait for the return of a lost worker"),

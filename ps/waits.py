@@ -74,7 +74,7 @@ def _round_waits_for(run: "Course", now: float, names_validators: bool) -> str:
     if began is not None and hides_who_is_absent(run) and not names_validators:
         return f"{name} waits until a quorum of {run.policy.quorum} lets it close{_since(now - began)}"
     if began is not None and not absent:
-        return f"{name} has the pushes that it waits for and is about to close{_since(now - began)}"
+        return f"{name} has the pushes of all workers and closes soon{_since(now - began)}"
     began_at = began if began is not None else min(lost_at.values())
     whom = absent if began is not None else sorted(lost_at)
     text = f"{name} waits for {name_ranks(whom)}{_since(now - began_at)}"

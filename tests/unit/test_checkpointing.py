@@ -255,6 +255,9 @@ def test_a_number_of_workers_that_is_left_open_is_that_of_the_checkpoint(tmp_pat
     assert with_known_workers(config, None) == config
     with pytest.raises(CheckpointError, match="does not say how many workers"):
         with_known_workers(config, Snapshot(4, 1, {}, {}))
+    elastic = {"settings": {"workers": None}, "workers": 16}
+    with pytest.raises(ConfigurationError, match="workers come and go: it has no number"):
+        with_known_workers(config, Snapshot(4, 1, elastic, {}))
 
 
 @pytest.mark.parametrize(

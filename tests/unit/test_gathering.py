@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.errors import ConfigurationError, Interrupted, NoProgress
+from protocol.errors import ConfigurationError, Interrupted, NoProgress, Refused
 from protocol.injector import NONE
 from protocol.messages import AUTO_RANK, Role, Status
 from protocol.transport import Address, Listener
-from ps import gathering
+from ps import compiling, gathering
 from ps.combinations import MAX_WORKERS
 from ps.config import AUTO, ServerConfig
 from ps.console import Console
@@ -120,8 +120,8 @@ def test_it_says_for_what_the_start_waits(heads):
     assert heads.waiting_for(112.0) == "the start waits for the first worker since 12 s"
     heads.came(1, who(1), 112.0)
     heads.came(2, who(2), 113.0)
-    assert heads.waiting_for(116.0) == "the start waits for more workers: 2 so far, begins in 7 s"
-    assert heads.waiting_for(200.0) == "the start waits for more workers: 2 so far, begins in 0 s"
+    assert heads.waiting_for(116.0) == "the start waits for more workers: 2 so far; the run begins in 7 s"
+    assert heads.waiting_for(200.0) == "the start waits for more workers: 2 so far; the run begins in 0 s"
 
 
 # ---- between the door and the server -------------------------------------------------------------------
@@ -179,6 +179,17 @@ def test_a_server_takes_over_the_connections_that_are_held(made):
     assert gathered.server is server
     server.compiling = SimpleNamespace(what_waits=lambda: "the server to compile its kernels")
     assert "kernels" in gathered.holds(callers[0], who(1))
+
+
+def test_more_connections_than_there_may_be_workers_are_refused(made, monkeypatch):
+    """Each holds a thread and what it offers; who is counted already is asked again and again."""
+    monkeypatch.setattr(gathering, "MAX_WORKERS", 2)
+    gathered, _ = made
+    callers = [comes(gathered, number) for number in (1, 2)]
+    with pytest.raises(Refused, match="2 workers are here already"):
+        comes(gathered, 3)
+    assert "2 so far" in gathered.holds(callers[0], who(1))
+    assert comes(gathered, 4, Role.EVALUATOR)
 
 
 def test_who_comes_after_the_count_takes_the_rank_of_nobody_who_was_counted(made):
@@ -250,7 +261,7 @@ def test_a_fault_of_a_thread_ends_it(made, caplog):
 )
 def test_all_hear_why_there_will_be_no_run(tmp_path, monkeypatch, error, status, words):
     warmed = []
-    monkeypatch.setattr(gathering, "warm_up", lambda *what: warmed.append(what))
+    monkeypatch.setattr(compiling, "warm_up", lambda *what: warmed.append(what))
     config = ServerConfig(workers=AUTO, steps=1, port=0, run_dir=tmp_path)
     gathered = Gathering(config, (), NONE)
     told = []

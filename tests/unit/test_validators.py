@@ -194,7 +194,7 @@ def test_a_round_that_only_a_validator_holds_names_it_in_the_log_alone():
     run, zero, one, _judge = validated()
     run.push(zero), run.push(one)
     run.wait(7)
-    sentence = "round 0 has the pushes that it waits for and is about to close since 7 s"
+    sentence = "round 0 has the pushes of all workers and closes soon since 7 s"
     assert run.coordinator.waiting_for(run.now) == sentence
     assert status.waiting(run.coordinator, run.now) == status.Waiting(sentence, (), 7.0)
     assert run.coordinator.waiting_for(run.now, names_validators=True) == (
