@@ -67,9 +67,12 @@ from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
 from ps.onlookers import Onlookers
 from ps.policy import Phase
+from ps.receiver import PushCheck, Receiver
 from ps.record import Record
 from ps.session import Answered, Session
-from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
+from ps.store import Store
+from ps.store_config import NotFinite
+from ps.versions import Hold
 
 logger = logging.getLogger("weighmaster.ps")
 
