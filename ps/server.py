@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.addresses import Address
 from protocol.errors import (
     ExitCode,
     Interrupted,
@@ -33,7 +34,7 @@ from protocol.messages import (
     Weights,
 )
 from protocol.tokens import Grant
-from protocol.transport import Address, Listener
+from protocol.transport import Listener
 from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement

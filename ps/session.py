@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.arena import aligned_empty
+from protocol.deadlines import Deadline
 from protocol.errors import (
     NetworkError,
     PeerSilent,
@@ -52,7 +53,7 @@ from protocol.messages import (
 from protocol.proof import NO_PROOF, prove, proves
 from protocol.tls import Unsecured
 from protocol.tokens import Grant, candidates
-from protocol.transport import Deadline, PlainChannel, Wake
+from protocol.transport import PlainChannel, Wake
 from ps import instructions as decided
 from ps.members import Contested, Denied, Granted, Identity
 

@@ -14,9 +14,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.addresses import parse_address
 from protocol.arena import Arena, aligned_empty
 from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.connection import State
+from protocol.deadlines import Deadline
 from protocol.ensemble import Answers, Weighting, labels_digest, side_payload, side_views
 from protocol.errors import (
     ConfigurationError,
@@ -46,7 +48,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.tensors import Layout, Manifest
-from protocol.transport import Deadline, parse_address
 from worker.handshake import hear
 from worker.reconnect import Caller, ClientConfig
 from worker.scatter import Buffers, Scatter

@@ -11,6 +11,7 @@ import pytest
 
 import worker
 from protocol.codec import encode_header
+from protocol.deadlines import Patience
 from protocol.errors import ConnectionLost, PeerSilent, Refused
 from protocol.frames import MAX_HEADER_UNPROVEN
 from protocol.injection import Plan
@@ -29,7 +30,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.tensors import Manifest, VariableSpec
-from protocol.transport import Patience
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.server import ParameterServer
