@@ -274,10 +274,10 @@ LONG_REASON = "no\n" + "😀" * 5000
 def test_a_refusal_before_the_proof_is_cut_to_what_a_stranger_may_be_sent(run, monkeypatch):
     """4 KB with the rest of the header; whole characters, and dots say that it was longer."""
 
-    def refuse(session, hello):
+    def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.TOKEN_REQUIRED, LONG_REASON)
 
-    monkeypatch.setattr(Session, "_authenticate", refuse)
+    monkeypatch.setattr("ps.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     refusal = link.receive()
@@ -299,10 +299,10 @@ def test_a_refusal_after_the_proof_has_all_characters_of_a_reason(run, monkeypat
 
 
 def test_a_refusal_that_fits_is_not_cut(run, monkeypatch):
-    def refuse(session, hello):
+    def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.CODEC, "no " + "x" * 4000)
 
-    monkeypatch.setattr(Session, "_authenticate", refuse)
+    monkeypatch.setattr("ps.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     assert link.receive() == Refusal(RefusalCode.CODEC, "no " + "x" * 4000)
