@@ -50,7 +50,7 @@ from protocol.messages import (
 from protocol.proof import NO_PROOF, prove
 from protocol.tensors import Layout, Manifest
 from protocol.transport import Listener
-from worker.client import connect
+from worker.joining import connect
 
 EPOCH = 1000
 VARIABLES = {
