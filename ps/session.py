@@ -402,11 +402,11 @@ class Session(threading.Thread):
         if self._role is Role.EVALUATOR and self._server.config.ema_decay is not None:
             # A copy, and nothing held: an update that waits for holds would wait for this thread, and it for that.
             smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
-            averaged = self._server.smooth_values(reply, smooth)
+            averaged = self._server.replies.smooth_values(reply, smooth)
             if averaged is not None:
                 self._send_reply(averaged, [smooth.data])
             return averaged is not None
-        pinned = self._server.values_for(self, reply)
+        pinned = self._server.replies.values_for(self, reply)
         if pinned is None:
             return False
         values, hold, pieces = pinned

@@ -232,10 +232,10 @@ def test_a_push_that_is_sent_twice_on_purpose_counts_once(run):
 @pytest.mark.parametrize("run", [{"ema_decay": 0.75}], indirect=True)
 def test_an_evaluator_gets_the_moving_average_and_holds_no_version_for_it(run, monkeypatch):
     """An update that waits for a hold, and an evaluator that waits for the update, would wait for ever."""
-    held = []
-    smooth_values, store_hold = run.server.smooth_values, run.server.values_for
-    monkeypatch.setattr(run.server, "values_for", lambda *a: (held.append("worker"), store_hold(*a))[1])
-    monkeypatch.setattr(run.server, "smooth_values", lambda *a: (held.append("evaluator"), smooth_values(*a))[1])
+    held, replies = [], run.server.replies
+    smooth_values, store_hold = replies.smooth_values, replies.values_for
+    monkeypatch.setattr(replies, "values_for", lambda *a: (held.append("worker"), store_hold(*a))[1])
+    monkeypatch.setattr(replies, "smooth_values", lambda *a: (held.append("evaluator"), smooth_values(*a))[1])
     initial = {"kernel": np.zeros(3, np.float32)}
     with worker.connect(str(run.listener.address), initial, rank=0) as server:
         server.pull()
