@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from benchmarks.workload import initial_values
+from protocol.addresses import Address
 from protocol.connection import Connection
 from protocol.errors import WeighmasterError
 from protocol.link import Link, expect
@@ -32,7 +33,7 @@ from protocol.messages import (
 )
 from protocol.proof import NO_PROOF
 from protocol.tensors import Layout, Manifest
-from protocol.transport import Address, connect
+from protocol.transport import connect
 
 HALF_OPEN = 1000
 """Connections that are held open at once, and say nothing."""

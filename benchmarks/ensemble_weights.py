@@ -14,7 +14,7 @@ from protocol.tensors import Layout, Manifest, VariableSpec
 from ps.ensemble import ActsOn, member_factors
 from ps.member_store import MemberStore, MemberWeights
 from ps.optimizers import Adam
-from ps.store import StoreConfig
+from ps.store_config import StoreConfig
 
 WEIGHTS = (1.0, 1 / 3, 0.01)
 STEPS, BATCH, RATE, HIDDEN = 300, 32, 0.001, 64

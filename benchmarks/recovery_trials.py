@@ -15,9 +15,9 @@ from benchmarks.processes import POLL_S, BenchmarkError, Processes, processes
 from benchmarks.tally import Counting, Tally
 from benchmarks.tally_processes import SUMS, Lines, worker_command
 from benchmarks.workload import Workload
+from protocol.addresses import Address
 from protocol.frame_faults import Way
 from protocol.proxy import FaultProxy
-from protocol.transport import Address
 from ps.checkpoint import CheckpointDirectory, checkpoints_in
 
 NO_END = 10**9

@@ -30,7 +30,7 @@ from benchmarks.soak_faults import (
 from benchmarks.soak_invariants import Patience, Sample, history_problem, read_rounds, values_problem
 from benchmarks.soak_processes import Mortals, Setting
 from benchmarks.tally import Counting, Tally
-from protocol.transport import Address
+from protocol.addresses import Address
 
 TICK_S = 0.05
 SAMPLE_S = 0.5

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from protocol.addresses import Address
 from protocol.frame_faults import Fault
 from protocol.messages import Kind
 from protocol.proxy import FaultProxy
-from protocol.transport import Address
 
 KILL_WORKER = "kill a worker"
 STOP_WORKER = "stop a worker"

@@ -10,6 +10,7 @@ import re
 import ssl
 from pathlib import Path
 
+from protocol.addresses import Address
 from protocol.errors import ConfigurationError, ConnectionLost, Refused, RemoteProtocolError, WeighmasterError
 from protocol.messages import RefusalCode
 from protocol.own_files import read_own_file
@@ -22,7 +23,7 @@ from protocol.tls_failures import (
     refused_by_client,
     refused_by_server,
 )
-from protocol.transport import Address, PlainChannel
+from protocol.transport import PlainChannel
 
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[^-]+-----END CERTIFICATE-----")
 _KEY = re.compile(r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----")

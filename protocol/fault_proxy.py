@@ -10,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from protocol.addresses import parse_address
 from protocol.errors import ConfigurationError, Interrupted, WeighmasterError
 from protocol.frame_faults import KINDS, Fault
 from protocol.proxy import FaultProxy
-from protocol.transport import parse_address
 
 PROGRAM = "weighmaster-proxy"
 """With this name begins the sentence that ends the process."""

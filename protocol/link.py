@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from protocol.connection import Connection
+from protocol.deadlines import GRACE_S, Deadline, Patience
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import Message, Side
 from protocol.tls import Unsecured, begins_tls
-from protocol.transport import GRACE_S, Channel, Deadline, Patience, Wake
+from protocol.transport import Channel, Wake
 
 RECEIVE_BLOCK = 1 << 22
 """Payloads are received in blocks of this size: asked for all at once, the kernel takes twice as long."""

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from protocol.addresses import Address
 from protocol.errors import ConfigurationError, RemoteProtocolError
 from protocol.frame_faults import Action, Fault, FrameFaults, Way
 from protocol.frames import PREFIX_BYTES, Prefix
 from protocol.messages import Kind
-from protocol.transport import Address
 
 BLOCK_BYTES = 1 << 18
 """Frames are passed on in blocks of this size."""

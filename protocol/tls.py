@@ -11,9 +11,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from protocol.deadlines import Deadline, Patience
 from protocol.errors import ConnectionLost, NetworkError, PeerSilent, RemoteProtocolError, WeighmasterError
 from protocol.frames import MAGIC
-from protocol.transport import TICK_S, Deadline, Patience, PlainChannel, Wake
+from protocol.transport import TICK_S, PlainChannel, Wake
 
 PIECE_BYTES = 256 << 10
 """Bytes that are encrypted at once, and received at once: 16 records, which stay in the cache."""

@@ -6,29 +6,21 @@ A data socket blocks, with `SO_RCVTIMEO` and `SO_SNDTIMEO` of one second (a sock
 
 import contextlib
 import errno
-import ipaddress
-import re
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent, WeighmasterError
+from protocol.addresses import Address, is_loopback
+from protocol.deadlines import Deadline, Patience
+from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, WeighmasterError
 
 TICK_S = 1.0
 """How long a blocking call may last before its patience is asked."""
 
 MAX_BUFFERS = 512
 """Buffers handed to one `sendmsg`; the kernel refuses more than 1024."""
-
-MIN_BYTES_PER_S = 16 << 10
-"""A peer that moves a payload slower than this on average is as good as dead."""
-
-GRACE_S = 10.0
-"""Added to the time that the minimum rate allows."""
 
 LOCAL_SEND_BYTES = 512 << 10
 """Send buffer that is asked for between processes of one machine, so that what is on its way stays in the cache.
@@ -41,79 +33,6 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 LONGEST_POLL_MS = 2**31 - 1
 """The longest that `poll` can be told to wait, 24 days."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Host (name or number) and port."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_address(text: str) -> Address:
-    """Read `HOST:PORT`; an IPv6 address stands in brackets, as in `[::1]:5014`.
-
-    Raises:
-        ConfigurationError: the text is no address.
-    """
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII)
-    if match is None or not 0 < int(match[3]) <= 65535:
-        raise ConfigurationError(
-            f"{text!r} is not HOST:PORT with a port from 1 to 65535; write an IPv6 address as [::1]:5014"
-        )
-    return Address(match[1] or match[2], int(match[3]))
-
-
-class Deadline:
-    """A point on the monotonic clock that ends a wait of several steps."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._end = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
-
-    @property
-    def over(self) -> bool:
-        """Whether it has passed."""
-        return time.monotonic() >= self._end
-
-
-class Patience:
-    """How long one transfer may take: no silence over `silence_s`, and a minimum rate over the whole.
-
-    `has_begun` is False where the peer may yet have nothing to say: its silence is told otherwise than one that
-    comes within a frame.
-    """
-
-    def __init__(
-        self, size_bytes: int, silence_s: float, total_s: float | None = None, *, has_begun: bool = True
-    ) -> None:
-        now = time.monotonic()
-        self._has_begun = has_begun
-        self._silence_s = silence_s
-        self._last = now
-        self._end = now + (GRACE_S + size_bytes / MIN_BYTES_PER_S if total_s is None else total_s)
-
-    def moved(self) -> None:
-        """Note that bytes have moved."""
-        self._last = time.monotonic()
-        self._has_begun = True
-
-    def check(self, peer: str) -> None:
-        """Raise `PeerSilent` when either limit has passed."""
-        now = time.monotonic()
-        if now - self._last >= self._silence_s:
-            where = " in mid-transfer" if self._has_begun else ""
-            raise PeerSilent(f"{peer} has been silent for {now - self._last:.0f} s{where}")
-        if now >= self._end:
-            raise PeerSilent(f"{peer} moves too few bytes: the transfer has not ended in time")
 
 
 class Channel(Protocol):
@@ -339,18 +258,6 @@ def _ends_here(sock: socket.socket) -> bool:
         return is_loopback(sock.getpeername()[0])
     except OSError:
         return False
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach `host`; a name other than localhost counts as reachable."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _milliseconds(timeout_s: float) -> int:

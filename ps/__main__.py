@@ -146,8 +146,9 @@ def _serve(config: "ServerConfig", server: "ParameterServer", console: "Console"
 
 def _serve_those_who_come(prepared: _Prepared, console: "Console") -> int:
     """Serve as many workers as come: count them, then make the server for so many."""
+    from protocol.addresses import Address
     from protocol.errors import NoProgress
-    from protocol.transport import Address, Listener
+    from protocol.transport import Listener
     from ps.gathering import Gathering
 
     config = prepared.config
@@ -287,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _warn_of_exposure(config: "ServerConfig") -> None:
-    from protocol.transport import is_loopback
+    from protocol.addresses import is_loopback
 
     if config.insecure:
         logger.warning("WARNING: --insecure admits anyone who can reach this port")

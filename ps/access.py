@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from protocol.addresses import is_loopback
 from protocol.errors import ConfigurationError
-from protocol.transport import is_loopback
 from ps.combinations import option_name
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ps.build import make_store
 from ps.config import ServerConfig
 from ps.ensemble_mode import EnsembleMode, Terms
 from ps.members import Identity
-from ps.receiver import COMPUTED
-from ps.store import Receiver, Store
+from ps.receiver import COMPUTED, Receiver
+from ps.store import Store
 
 
 def check_seed(seed: int, offer: Offer) -> None:

@@ -33,7 +33,8 @@ from ps.optimizers import SGD, Adam, AdamW, Optimizer
 from ps.policy import Consistency, RunPolicy
 from ps.rule import Rule
 from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
-from ps.store import NotFinite, Store, StoreConfig
+from ps.store import Store
+from ps.store_config import NotFinite, StoreConfig
 from ps.validation import SECRET_BYTES, ValidatedRounds
 from ps.versions import VERSIONS
 

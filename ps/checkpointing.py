@@ -22,7 +22,7 @@ from ps.ensemble_mode import EnsembleMode
 from ps.record import Record
 from ps.resume import check_resumable, reason_not_comparable, settings_of
 from ps.snapshots import StoreSnapshot
-from ps.store import NotFinite
+from ps.store_config import NotFinite
 
 logger = logging.getLogger("weighmaster.ps")
 

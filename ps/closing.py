@@ -137,12 +137,12 @@ class RoundCloser:
         references = self._references if Need.REFERENCE in needs else ()
         moment = Need.MOMENTUM in needs and store.has_momentum
         if len(slots) <= MAX_GRAM or not isinstance(self.rule, Totals):
-            products = store.inner_products(slots, references, moment)
+            products = store.comparison.inner_products(slots, references, moment)
             geometry = from_products(products, view.usable, len(references), moment, fresh)
         else:
             coefficients = self.rule.coefficients(view)
             usable = [c for c, use in zip(coefficients.tolist(), view.usable, strict=True) if use]
-            projections = store.projections(slots, usable, references, moment)
+            projections = store.comparison.projections(slots, usable, references, moment)
             geometry = from_projections(
                 projections, view.norms, view.usable, coefficients.tolist(), len(references), moment, fresh
             )

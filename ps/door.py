@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from protocol.deadlines import Deadline
 from protocol.errors import ConfigurationError, NetworkError
 from protocol.messages import Status
-from protocol.transport import Deadline, Listener, PlainChannel, Wake
+from protocol.transport import Listener, PlainChannel, Wake
 from ps.doorstep import Doorstep, Source, source_of
 from ps.instructions import Finish
 from ps.session import Session

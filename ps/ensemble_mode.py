@@ -23,7 +23,7 @@ from ps.instructions import CloseRound
 from ps.member_store import MemberStore, MemberWeights
 from ps.schedules import Schedule
 from ps.snapshots import Tensors
-from ps.store import NotFinite, StoreConfig
+from ps.store_config import NotFinite, StoreConfig
 
 logger = logging.getLogger("weighmaster.ps")
 

@@ -84,7 +84,7 @@ def from_products(
 
     Args:
         products: [n, n], of the usable gradients in rank order, then the `references` validator gradients, then
-            the first moment if `with_momentum`: what `Store.inner_products` returns.
+            the first moment if `with_momentum`: what `Comparison.inner_products` returns.
         usable: of each rank present, in rank order.
         references: number of validator gradients; the reference is their mean.
         with_momentum: whether the first moment is there.
@@ -116,7 +116,7 @@ def from_projections(
     Args:
         projections: [n + 1, references + with_momentum + 1]: inner products of the usable gradients in rank
             order, the validators' gradients, the first moment and the total (rows) with the last of these, the
-            total included (columns): what `Store.projections` returns.
+            total included (columns): what `Comparison.projections` returns.
         norms: of each rank present, as measured when its push arrived.
         usable: of each rank present, in rank order.
         coefficients: of the total, one for each rank present; 0 for what is not usable.

@@ -17,7 +17,8 @@ from protocol.tensors import SHARED, Kind, Layout, Manifest, Run
 from ps.receiver import Receiver, first_not_finite, plan_blocks
 from ps.runs import Calls, Place, delta_calls, update_calls
 from ps.snapshots import OPTIMIZER, StoreSnapshot, Tensors, check_same
-from ps.store import NotFinite, Store, StoreConfig
+from ps.store import Store
+from ps.store_config import NotFinite, StoreConfig
 from ps.versions import Version
 
 UPDATES = "updates"

@@ -9,12 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.addresses import Address
 from protocol.errors import (
     ExitCode,
     Interrupted,
@@ -29,11 +29,10 @@ from protocol.messages import (
     Report,
     Status,
     TestLogits,
-    Values,
     Weights,
 )
 from protocol.tokens import Grant
-from protocol.transport import Address, Listener
+from protocol.transport import Listener
 from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement
@@ -67,17 +66,17 @@ from ps.modes import MembersMode, Mode, SharedMode
 from ps.narration import Narration
 from ps.onlookers import Onlookers
 from ps.policy import Phase
+from ps.receiver import PushCheck, Receiver
 from ps.record import Record
+from ps.replies import Replies
 from ps.session import Answered, Session
-from ps.store import Hold, NotFinite, PushCheck, Receiver, Store
+from ps.store import Store
+from ps.store_config import NotFinite
 
 logger = logging.getLogger("weighmaster.ps")
 
 RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
 """A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""
-
-HELD_UP = "it held up an update: it was too slow to take the values that it had asked for"
-"""Why a reader is cut off whose version of the values is wanted for a new one."""
 
 EXIT_CODES = {
     Status.DONE: ExitCode.DONE,
@@ -96,6 +95,7 @@ class ParameterServer:
         config, epoch, grants, faults: as given.
         admissions: lets clients in.
         compiling: makes the kernels ready that the run needs.
+        replies: the values that sessions send.
     """
 
     def __init__(
@@ -170,6 +170,9 @@ class ParameterServer:
         if checkpoints is not None:
             resumed_at = None if restored is None else restored.step
             self._checkpoints = Checkpointing(checkpoints, config, epoch, secret, resumed_at, self._written)
+        self.replies = Replies(
+            config, epoch, self._lock, self._coordinator, self._agreement, self._mode, self._checkpoints
+        )
         self._waiting = self._coordinator.waiting_for(self._began)
 
     @property
@@ -264,7 +267,7 @@ class ParameterServer:
             now = time.monotonic()
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
-            if self._holds_back:
+            if self.replies.are_held_back:
                 self._waiting = said = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
             else:  # nobody is late who could not have got any values
                 self._carry_out(self._coordinator.tick(now))
@@ -305,10 +308,6 @@ class ParameterServer:
     def final_values(self) -> dict[str, NDArray[Any]] | None:
         """Return the final values by name (their moving average if one is kept), or None if there are none."""
         return self._store.export() if self._store is not None and self._coordinator.has_values else None
-
-    @property
-    def _holds_back(self) -> bool:
-        return self._checkpoints is not None and self._checkpoints.holds_back
 
     def _written(self) -> None:
         """A checkpoint has been written, or has failed: whose values were held back for it gets them now."""
@@ -446,42 +445,6 @@ class ParameterServer:
     def waiting_for(self) -> str:
         """Say in words for whom the run waits, as of the last tick; without the lock, so that nothing delays it."""
         return self._waiting
-
-    def values_for(self, session: Session, reply: Reply) -> tuple[Values, Hold, list[memoryview]] | None:
-        """Pin the current values for a reply, and say which pieces of them the client gets.
-
-        Whoever sends them releases the hold. Nothing here may wait for the lock while it holds a version: an update
-        that waits for the release of versions has the lock.
-
-        Returns:
-            None while they are held back; the session is nudged when they no longer are.
-        """
-        assert self._store is not None
-        with self._lock:
-            if self._holds_back:
-                return None
-            member = self._coordinator.registry.of(session.number)
-            hold = self._store.hold(partial(session.cut, HELD_UP))
-        pieces = self._mode.pieces_of(hold.version.buffer, None if member is None else member.rank)
-        return self._values(hold.version.step, reply), hold, pieces
-
-    def smooth_values(self, reply: Reply, out: NDArray[Any]) -> Values | None:
-        """Copy the moving average of the values into `out` (uint8 [values_bytes]) for an evaluator's reply.
-
-        Returns:
-            None, as `values_for` does.
-        """
-        assert self._store is not None
-        with self._lock:
-            if self._holds_back:
-                return None
-        step = self._store.evaluation_values(out).step
-        with self._lock:  # asked after the copy: an update that came before it is known here
-            return None if self._holds_back else self._values(step, reply)
-
-    def _values(self, step: int, reply: Reply) -> Values:
-        done = step >= self.config.steps
-        return Values(self.epoch, step, reply.seq, reply.applied, reply.reason, done)
 
     def broke(self, error: BaseException) -> None:
         """A thread met a fault of the server itself: end the run rather than go on in doubt."""

@@ -1,18 +1,18 @@
 """One connection of the server, in a thread of its own: handshake, then events in and replies out."""
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.arena import aligned_empty
+from protocol.deadlines import Deadline
 from protocol.errors import (
     NetworkError,
     PeerSilent,
@@ -28,7 +28,6 @@ from protocol.messages import (
     MAX_REASON_CHARACTERS,
     AskInitial,
     Bye,
-    Challenge,
     Ended,
     Heartbeat,
     Hello,
@@ -37,23 +36,20 @@ from protocol.messages import (
     Logits,
     Message,
     Offer,
-    Proof,
     Pull,
     Push,
     Refusal,
     RefusalCode,
     Report,
     Role,
-    ServerProof,
     Side,
     TestLogits,
     Values,
 )
-from protocol.proof import NO_PROOF, prove, proves
 from protocol.tls import Unsecured
-from protocol.tokens import Grant, candidates
-from protocol.transport import Deadline, PlainChannel, Wake
+from protocol.transport import PlainChannel, Wake
 from ps import instructions as decided
+from ps.handshake import authenticate
 from ps.members import Contested, Denied, Granted, Identity
 
 if TYPE_CHECKING:
@@ -204,7 +200,7 @@ class Session(threading.Thread):
         deadline = Deadline(HANDSHAKE_S)
         self.link.secure(deadline)
         hello = expect(self.link.receive(deadline), Hello)
-        who = self._authenticate(hello)
+        who = authenticate(self.link, hello, self._host.grants, self.proof_failed)
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
         self._leave_door()  # not before the offer: without tokens anybody may begin one of 16 MB
@@ -221,30 +217,6 @@ class Session(threading.Thread):
         self._server.admissions.check_offer(who, offer)
         self._take_identity(who, offer)
         self.link.silence_s = self._server.config.heartbeat_timeout
-
-    def _authenticate(self, hello: Hello) -> Identity:
-        grants = self._host.grants
-        challenge = Challenge(os.urandom(32), bool(grants))
-        self.link.send(challenge)
-        proof = expect(self.link.receive(Deadline(HANDSHAKE_S)), Proof)
-        who = Identity(hello.name, hello.host, hello.rank, hello.role, hello.incarnation)
-        if "raw" not in hello.codecs:
-            raise Refused(RefusalCode.CODEC, "this server speaks the codec 'raw' only")
-        if not grants:
-            self.link.send(ServerProof(NO_PROOF))
-            return who
-        hellos, certificate = self.link.connection.hellos_digest, self.link.certificate
-        for grant in candidates(grants, hello.name, hello.role, hello.rank):
-            covered = (hello.nonce, challenge.nonce, hellos, certificate)
-            if proves(proof.mac, prove(grant.token, Side.WORKER, *covered)):
-                mac = prove(grant.token, Side.SERVER, *covered)
-                self.link.send(ServerProof(mac))
-                return _as_granted(who, grant)
-        self.proof_failed()
-        logger.warning(
-            "%s failed the proof as %s %r, rank %s", self.link.peer, hello.role, hello.name, _rank_text(hello.rank)
-        )
-        raise Refused(RefusalCode.PROOF, "the token was not accepted for this name, role and rank")
 
     def _missing_variables(self) -> str:
         """Say for what an evaluator waits until a worker has defined the variables; empty when one has."""
@@ -430,11 +402,11 @@ class Session(threading.Thread):
         if self._role is Role.EVALUATOR and self._server.config.ema_decay is not None:
             # A copy, and nothing held: an update that waits for holds would wait for this thread, and it for that.
             smooth = aligned_empty(self.link.connection.payload_of(Kind.VALUES))
-            averaged = self._server.smooth_values(reply, smooth)
+            averaged = self._server.replies.smooth_values(reply, smooth)
             if averaged is not None:
                 self._send_reply(averaged, [smooth.data])
             return averaged is not None
-        pinned = self._server.values_for(self, reply)
+        pinned = self._server.replies.values_for(self, reply)
         if pinned is None:
             return False
         values, hold, pieces = pinned
@@ -447,18 +419,8 @@ class Session(threading.Thread):
         self.link.send(values, payload, midway)
 
 
-def _as_granted(who: Identity, grant: Grant) -> Identity:
-    """Fill in what the client left open and its token says."""
-    rank = grant.rank if grant.rank is not None and who.rank == AUTO_RANK and who.role is Role.WORKER else who.rank
-    return replace(who, name=who.name or grant.name or "", rank=rank)
-
-
 def _as_reason(text: str, max_bytes: int = 4 * MAX_REASON_CHARACTERS) -> str:
     """Return a text as it may travel: printable, and cut when it has too many characters or bytes of UTF-8."""
     printable = "".join(character if character.isprintable() else "?" for character in text)
     cut = printable[:MAX_REASON_CHARACTERS].encode()[:max_bytes].decode(errors="ignore")
     return cut if cut == printable else cut[:-3] + "..."
-
-
-def _rank_text(rank: int) -> str:
-    return "auto" if rank == AUTO_RANK else str(rank)

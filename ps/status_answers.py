@@ -11,8 +11,8 @@ from http import HTTPStatus
 from importlib.resources import files
 from urllib.parse import parse_qs
 
+from protocol.addresses import is_loopback
 from protocol.extras import installing
-from protocol.transport import is_loopback
 from ps.policy import Phase
 from ps.status import Status
 from ps.status_feed import Published

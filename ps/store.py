@@ -8,7 +8,6 @@ order of arrival or on the number of threads.
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,14 @@ from protocol.arena import aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, numpy_dtype
 from ps import kernels, reductions
-from ps.optimizers import Optimizer
-from ps.receiver import COMPUTED, PushCheck, Receiver, first_not_finite, plan_blocks
+from ps.comparison import Comparison
+from ps.receiver import COMPUTED, Receiver, first_not_finite, plan_blocks
 from ps.runs import (
     Place,
     TrainableRun,
     Weighted,
     delta_calls,
-    gram_calls,
     piece_count,
-    projection_calls,
     scale_calls,
     square_calls,
     trim_calls,
@@ -45,67 +42,9 @@ from ps.snapshots import (
     reference_rows,
     views,
 )
+from ps.store_config import NotFinite, StoreConfig
 from ps.thread_team import ThreadTeam, pieces
-from ps.versions import GRACE_S, VERSIONS, Hold, Version, Versions
-
-__all__ = ["Hold", "NotFinite", "PushCheck", "Receiver", "Store", "StoreConfig", "StoreSnapshot", "Version"]
-
-
-class NotFinite(ValueError):
-    """A value is NaN or infinite.
-
-    Attributes:
-        variable: name of the first variable with one.
-    """
-
-    def __init__(self, variable: str) -> None:
-        super().__init__(f"variable {variable!r} has a value that is NaN or infinite")
-        self.variable = variable
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """How a store computes.
-
-    Attributes:
-        optimizer: what turns the weighted sum of gradients into new values.
-        slots: gradients that may be held at once; one of them is one row of the slab.
-        threads: threads that share an update. Results do not depend on it.
-        clip_norm: largest Euclidean norm of the weighted sum of trainable gradients; None for no limit.
-        ema_decay: `average <- decay average + (1 - decay) value` at each update; None for no average.
-        release_timeout_s: seconds that an update waits for a version to be released, after it cut readers off.
-        references: rows of the slab after the slots, for gradients that are compared with and never applied.
-        reductions: whether inner products or trimmed means will be asked for: their loops are loaded at once.
-        checkpoints: whether snapshots will be taken.
-        versions: buffers of values, at least 3; more where replies of several versions are on their way at once.
-        grace_s: seconds that an update waits for a version to be released before it cuts readers off.
-    """
-
-    optimizer: Optimizer
-    slots: int
-    threads: int = 2
-    clip_norm: float | None = None
-    ema_decay: float | None = None
-    release_timeout_s: float = 60.0
-    references: int = 0
-    reductions: bool = False
-    checkpoints: bool = False
-    versions: int = VERSIONS
-    grace_s: float = GRACE_S
-
-    def __post_init__(self) -> None:
-        if self.slots < 1 or self.threads < 1:
-            raise ConfigurationError(
-                f"a store needs a slot and a thread at least, not {self.slots} slots and {self.threads} threads"
-            )
-        if self.references < 0:
-            raise ConfigurationError(f"a store cannot have {self.references} rows for references")
-        if self.versions < VERSIONS:
-            raise ConfigurationError(f"a store needs {VERSIONS} versions of the values, not {self.versions}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigurationError(f"the norm to clip at must be finite and above 0, not {self.clip_norm}")
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ConfigurationError(f"the EMA decay must be at least 0 and below 1, not {self.ema_decay}")
+from ps.versions import Hold, Version, Versions
 
 
 class Store:
@@ -119,6 +58,7 @@ class Store:
         layout: of the values.
         config: how it computes.
         validator_rows: the rows for references.
+        comparison: how the gradients in its rows lie to each other.
 
     Raises:
         ConfigurationError: a variable has a dtype that cannot be computed in.
@@ -146,6 +86,7 @@ class Store:
         self._state = tuple(self._place(run) for run in layout.runs_of(Kind.STATE))
         self._elements = layout.values_bytes // ITEM_BYTES["float32"]
         self._team = ThreadTeam(config.threads)
+        self.comparison = Comparison(self._trainable, rows, bool(optimizer.moments), self._team, self._elements)
         self._updates = 0
         self._writing = threading.Lock()
 
@@ -220,6 +161,11 @@ class Store:
         """Updates applied so far; void rounds do not count."""
         return self._updates
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether there is a first moment to measure against: the optimizer keeps one, and has made an update."""
+        return bool(self.config.optimizer.moments) and self._updates > 0
+
     def hold(self, cut_off: Callable[[], None] | None) -> Hold:
         """Pin the current version.
 
@@ -232,81 +178,6 @@ class Store:
     def first_not_finite(self) -> str | None:
         """Return the first floating variable whose current value is NaN or infinite somewhere, or None."""
         return first_not_finite(self._versions.arenas[self._versions.current()[0]].buffer, self.layout)
-
-    # ---- how gradients lie to each other ---------------------------------------------------------------
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether there is a first moment to measure against: the optimizer keeps one, and has made an update."""
-        return bool(self.config.optimizer.moments) and self._updates > 0
-
-    def inner_products(
-        self, slots: Sequence[int], references: Sequence[int] = (), with_momentum: bool = False
-    ) -> NDArray[np.float64]:
-        """Return the inner products of all pairs of gradients, over the trainable variables.
-
-        They are sums in float64, the same bits for any number of threads. Time: one pass over the rows, and n^2 / 2
-        products of each parameter, which hide behind the memory up to about six rows.
-
-        Args:
-            slots: rows that hold usable gradients, in rank order.
-            references: rows that hold gradients to compare with.
-            with_momentum: compare with the optimizer's first moment too.
-
-        Returns:
-            float64 [n, n], symmetric: slots, references, moment, in this order.
-
-        Raises:
-            LocalProtocolError: a row does not exist, or the optimizer keeps no moment.
-        """
-        rows = self._rows((*slots, *references), with_momentum)
-        count = rows.size + with_momentum
-        parts = np.zeros((piece_count(self._trainable), count, count))
-        self._team.run(gram_calls(self._trainable, rows, with_momentum, parts), self._elements)
-        upper: NDArray[np.float64] = parts.sum(axis=0)
-        return upper + np.triu(upper, 1).T
-
-    def projections(
-        self,
-        slots: Sequence[int],
-        coefficients: Sequence[float],
-        references: Sequence[int] = (),
-        with_momentum: bool = False,
-    ) -> NDArray[np.float64]:
-        """Return the inner products of all gradients with a few vectors: linear in their number.
-
-        The few are the references, the moment, and the total: the sum of coefficient times gradient, which is
-        formed in float64 and nowhere kept. Time: one pass over the rows.
-
-        Args:
-            slots: rows that hold usable gradients, in rank order.
-            coefficients: of the total, one per slot.
-            references: rows that hold gradients to compare with.
-            with_momentum: compare with the optimizer's first moment too.
-
-        Returns:
-            float64 [n + 1, k + 1]: slots, references, moment, total (rows); references, moment, total (columns).
-
-        Raises:
-            LocalProtocolError: a row does not exist, the optimizer keeps no moment, or the lengths differ.
-        """
-        if len(slots) != len(coefficients):
-            raise LocalProtocolError("a total needs one coefficient for each slot")
-        rows = self._rows((*slots, *references), with_momentum)
-        few = len(references) + with_momentum
-        parts = np.zeros((piece_count(self._trainable), len(slots) + few + 1, few + 1))
-        counts = np.array(coefficients, np.float64)
-        self._team.run(projection_calls(self._trainable, rows, with_momentum, counts, parts), self._elements)
-        return np.asarray(parts.sum(axis=0))
-
-    def _rows(self, rows: Sequence[int], with_momentum: bool = False) -> NDArray[np.int64]:
-        """Check what is handed to loops that check nothing."""
-        if with_momentum and not self.config.optimizer.moments:
-            raise LocalProtocolError("this optimizer keeps no first moment to compare with")
-        bad = [row for row in rows if not 0 <= row < self._slab.shape[0]]
-        if bad:
-            raise LocalProtocolError(f"the store has {self._slab.shape[0]} rows, and none of number {bad[0]}")
-        return np.array(rows, np.int64)
 
     # ---- rounds ----------------------------------------------------------------------------------------
 
@@ -410,7 +281,7 @@ class Store:
             raise LocalProtocolError(f"{trim} values cannot be trimmed at each end of {len(slots)}")
         if state_factors is not None and len(state_factors) != len(slots):
             raise LocalProtocolError("a trimmed round needs one state factor for each slot")
-        rows = self._rows(slots)
+        rows = self.comparison.rows(slots)
         factors = zip(slots, state_factors or (), strict=False)
         clipped = {slot: factor for slot, factor in factors if factor != 1.0}
         floating = [place for place in self._state if place.run.dtype in COMPUTED]

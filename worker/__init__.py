@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from protocol.ensemble import Answers
-    from worker.client import Server, Update, connect
+    from worker.client import Server, Update
     from worker.definitions import Dataset, Model
+    from worker.joining import connect
 
 __all__ = ["Answers", "Dataset", "Model", "Server", "Update", "connect"]
 
@@ -20,7 +21,7 @@ _HOMES = {
     "Model": "worker.definitions",
     "Server": "worker.client",
     "Update": "worker.client",
-    "connect": "worker.client",
+    "connect": "worker.joining",
 }
 
 

@@ -12,11 +12,11 @@ from typing import Any, get_args
 import click
 import cloup
 
+from protocol.addresses import Address, parse_address
 from protocol.errors import ConfigurationError, ExitCode, WeighmasterError
 from protocol.injection import GOES, Action
 from protocol.log_lines import asks_for_json, ended
 from protocol.messages import Side
-from protocol.transport import Address, parse_address
 from worker.config import (
     DATASETS,
     DEFAULT_BATCH_SIZE,

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from protocol.addresses import Address, parse_address
 from protocol.certificates import ClientTls, parse_fingerprint
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Side
-from protocol.transport import Address, parse_address
 from worker.faults import parse_fault
 
 DEFAULT_ADDRESS = Address("127.0.0.1", 5014)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from protocol.deadlines import Deadline
 from protocol.errors import (
     ConnectionLost,
     Diverged,
@@ -30,7 +31,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.proof import NO_PROOF, check_token, prove, proves
-from protocol.transport import Deadline
 
 
 def shake_hands(

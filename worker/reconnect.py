@@ -14,7 +14,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from protocol.addresses import Address
 from protocol.certificates import ClientTls
+from protocol.deadlines import Deadline
 from protocol.ensemble import MODE, Answers, Weighting, as_member, as_worker
 from protocol.errors import (
     ConfigurationError,
@@ -28,7 +30,7 @@ from protocol.injector import NONE, Faults
 from protocol.link import HANDSHAKE_S, Link
 from protocol.messages import AUTO_RANK, NONCE_BYTES, Hello, Kind, Offer, Role, Side, Welcome
 from protocol.tensors import Layout, Manifest, SideSpec
-from protocol.transport import Address, Channel, Deadline
+from protocol.transport import Channel
 from protocol.transport import connect as open_channel
 from worker.handshake import shake_hands
 

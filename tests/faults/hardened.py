@@ -12,12 +12,13 @@ import numpy as np
 import psutil
 
 import worker
+from protocol.addresses import Address
 from protocol.errors import WeighmasterError
 from protocol.link import Link
 from protocol.messages import AUTO_RANK, Challenge, Hello, Message, Offer, Proof, Role, ServerProof, Side, Welcome
 from protocol.proof import NO_PROOF
 from protocol.tensors import Layout, Manifest, VariableSpec
-from protocol.transport import Address, connect
+from protocol.transport import connect
 from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
 from tests.faults.light_worker import START, gradient, value_at
 from tests.faults.runs import assert_done

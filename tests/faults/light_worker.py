@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 
 import worker
+from protocol.deadlines import Patience
 from protocol.errors import WeighmasterError
 from protocol.messages import Pull, Push
-from protocol.transport import Patience
 from worker.client import Server, Update
 
 START = 8.0

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from protocol.addresses import Address
 from protocol.frame_faults import Fault, Way
 from protocol.messages import Kind
 from protocol.proxy import FaultProxy
-from protocol.transport import Address
 from tests.faults.light_worker import START
 from tests.faults.runs import QUICK_BEATS, assert_done, light, serve
 from tests.integration.processes import PATIENCE_S

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from protocol.addresses import Address
 from protocol.frame_faults import Fault
 from protocol.proxy import FaultProxy
-from protocol.transport import Address
 from tests.faults.scenes import WAIT, Mode, Scene, checkpoints
 from tests.integration.processes import PATIENCE_S
 

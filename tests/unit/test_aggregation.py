@@ -31,7 +31,8 @@ from ps.master import Master
 from ps.optimizers import SGD
 from ps.rule import Need, RoundView
 from ps.schedules import Constant
-from ps.store import Store, StoreConfig
+from ps.store import Store
+from ps.store_config import StoreConfig
 
 SIZE = 60
 """Elements of a gradient; the layout divides them into two variables with a gap between."""

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from protocol.addresses import Address, parse_address
 from protocol.arena import Arena
+from protocol.deadlines import Deadline, Patience
 from protocol.ensemble import Answers, Weighting, as_member, labels_digest, side_views
 from protocol.errors import (
     ConfigurationError,
@@ -47,8 +49,8 @@ from protocol.messages import (
 )
 from protocol.proof import NO_PROOF, prove
 from protocol.tensors import Layout, Manifest
-from protocol.transport import Address, Deadline, Listener, Patience, parse_address
-from worker.client import connect
+from protocol.transport import Listener
+from worker.joining import connect
 
 EPOCH = 1000
 VARIABLES = {

@@ -10,7 +10,8 @@ from ps.closing import RoundCloser
 from ps.instructions import CloseRound, Contribution
 from ps.optimizers import SGD
 from ps.schedules import Constant
-from ps.store import Store, StoreConfig
+from ps.store import Store
+from ps.store_config import StoreConfig
 
 LAYOUT = Layout.of(Manifest((VariableSpec("flat", (4,), "float64"),)))
 

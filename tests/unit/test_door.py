@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from protocol.addresses import Address
 from protocol.errors import NetworkError
-from protocol.transport import Address, Listener
+from protocol.transport import Listener
 from ps.door import TICK_S, Door
 from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
 

@@ -15,7 +15,7 @@ from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.instructions import CloseRound, Contribution
 from ps.optimizers import Adam
 from ps.schedules import Constant
-from ps.store import StoreConfig
+from ps.store_config import StoreConfig
 
 ANSWERS = Answers(4, 3, "float32", 6)
 OURS = Manifest((VariableSpec("kernel", (5,), "float32"), VariableSpec("shared/a", (2,), "float32")))

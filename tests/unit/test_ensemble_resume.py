@@ -18,7 +18,7 @@ from ps.ensemble_mode import EnsembleConfig, EnsembleMode
 from ps.instructions import CloseRound, Contribution
 from ps.optimizers import SGD, Adam
 from ps.schedules import ExponentialDecay
-from ps.store import StoreConfig
+from ps.store_config import StoreConfig
 from tests.unit.resumed import copied, leaves, without, written_and_read
 
 MEMBERS, ROUNDS = 3, 12

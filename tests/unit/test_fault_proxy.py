@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from protocol import fault_proxy
+from protocol.addresses import Address
 from protocol.errors import ConfigurationError
 from protocol.frame_faults import Fault, Way
 from protocol.frames import Prefix
 from protocol.messages import Kind
 from protocol.proxy import BLOCK_BYTES, FaultProxy
-from protocol.transport import Address
 
 PATIENCE_S = 60.0
 """How long a test waits for what comes at once: far longer than a busy machine needs."""

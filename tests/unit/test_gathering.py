@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from protocol.addresses import Address
 from protocol.errors import ConfigurationError, Interrupted, NoProgress, Refused
 from protocol.injector import NONE
 from protocol.messages import AUTO_RANK, Role, Status
-from protocol.transport import Address, Listener
+from protocol.transport import Listener
 from ps import compiling, gathering
 from ps.combinations import MAX_WORKERS
 from ps.config import AUTO, ServerConfig

@@ -29,7 +29,8 @@ MAY_IMPORT_SOCKETS = {
     "protocol/proxy.py",  # no part of a run: it breaks connections as transport must never do
 }
 SHELLS_OF_PROTOCOL = {
-    *("protocol/transport.py", "protocol/link.py", "protocol/tokens.py", "protocol/own_files.py"),
+    *("protocol/transport.py", "protocol/deadlines.py", "protocol/link.py"),
+    *("protocol/tokens.py", "protocol/own_files.py"),
     *("protocol/tls.py", "protocol/certificates.py"),
     *("protocol/proxy.py", "protocol/fault_proxy.py", "protocol/injector.py"),
 }
@@ -46,9 +47,6 @@ PURE = COORDINATION | {
 }
 """Modules of ps/ that neither wait, nor read a clock, nor draw lots: time is an argument, and may jump a day."""
 UNFORESEEABLE = IMPURE | {"datetime", "random", "secrets", "uuid", "tempfile", "shutil", "logging", "numba"}
-FROM_A_SHELL = {
-    "ps/status_answers.py": {"protocol.transport"}
-}  # how an address is written says whether it is loopback
 
 UNSAFE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 
@@ -124,7 +122,7 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_a_pure_module_rests_on_pure_ones(name: str) -> None:
     path = ROOT / "ps" / f"{name}.py"
-    imported = set(_at_run_time(path.read_text())) - FROM_A_SHELL.get(_name(path), set())
+    imported = set(_at_run_time(path.read_text()))
     assert {each for each in imported if each.startswith("ps.")} <= {f"ps.{pure}" for pure in PURE}
     assert not {f"{each.replace('.', '/')}.py" for each in imported} & SHELLS_OF_PROTOCOL
     assert not {each.split(".")[0] for each in imported} & UNFORESEEABLE

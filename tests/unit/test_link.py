@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from protocol import transport
+from protocol import deadlines
+from protocol.addresses import Address
 from protocol.connection import Connection, State
+from protocol.deadlines import Deadline
 from protocol.errors import ConnectionLost, LocalProtocolError, PeerSilent, RemoteProtocolError
 from protocol.link import HANDSHAKE_S, RECEIVE_BLOCK, Link, expect
 from protocol.messages import Bye, Heartbeat, Initial, Kind, Offer, Pull, Push, Side, Values
 from protocol.tensors import Layout, Manifest, VariableSpec
-from protocol.transport import Address, Deadline, Listener, connect
+from protocol.transport import Listener, connect
 from tests.unit.exchange import LAYOUT, OPENING, SAMPLES, other
 
 
@@ -223,7 +225,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(transport.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from protocol.errors import LocalProtocolError
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
 from ps.member_store import MemberStore, MemberWeights
 from ps.optimizers import SGD, Adam
-from ps.store import NotFinite, StoreConfig
+from ps.store_config import NotFinite, StoreConfig
 
 RANKS = 3
 OURS = Manifest(

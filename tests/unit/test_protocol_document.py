@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from protocol import codec, frames, link, messages, tensors, transport
+from protocol import codec, deadlines, frames, link, messages, tensors
 from protocol.connection import OPTIONAL, ROLES, SENDERS, TRANSITIONS, WITH_PAYLOAD, State
 from protocol.messages import (
     MESSAGES,
@@ -154,7 +154,7 @@ def test_the_table_of_limits():
         "name of a variable": f"{tensors.MAX_NAME_BYTES} bytes",
         "dimensions of a variable": str(tensors.MAX_DIMENSIONS),
         "step of the handshake": f"{link.HANDSHAKE_S:.0f} s",
-        "rate of a transfer": f"{transport.MIN_BYTES_PER_S} bytes/s after {transport.GRACE_S:.0f} s",
+        "rate of a transfer": f"{deadlines.MIN_BYTES_PER_S} bytes/s after {deadlines.GRACE_S:.0f} s",
     }
 
 

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
+from protocol.addresses import Address
 from protocol.ensemble import Answers
 from protocol.errors import ConfigurationError, NetworkError, PeerLost, Refused
 from protocol.messages import MAX_RANK
 from protocol.tensors import Manifest
-from protocol.transport import Address
 from worker import reconnect
-from worker.client import connect
+from worker.joining import connect
 from worker.reconnect import FIRST_PAUSE_S, HOPEFUL_S, LONG_PAUSE_S, SHORT_PAUSE_S, Caller, ClientConfig, pause_s
 
 ADDRESS = Address("ps.example", 5014)

@@ -21,8 +21,10 @@ from ps.evidence import Evidence
 from ps.instructions import CloseRound, Contribution
 from ps.master import Master
 from ps.optimizers import SGD, Adam, AdamW
+from ps.receiver import PushCheck
 from ps.schedules import Cosine
-from ps.store import PushCheck, Store, StoreConfig
+from ps.store import Store
+from ps.store_config import StoreConfig
 from ps.user_master import UserMaster
 from ps.user_network import load_user_master
 from tests.unit.resumed import at, copied, leaves, plain, without, written_and_read

@@ -273,7 +273,7 @@ def test_a_reader_that_held_up_an_update_is_lost_for_that_reason(serve, caplog):
     worker = join(run)
     assert values(worker)[0] == 0
     session = run.server.session(1)
-    pinned = run.server.values_for(session, Reply(1, 0, False))
+    pinned = run.server.replies.values_for(session, Reply(1, 0, False))
     assert pinned is not None
     _, hold, _ = pinned
     with hold:

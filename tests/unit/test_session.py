@@ -11,6 +11,7 @@ import pytest
 
 import worker
 from protocol.codec import encode_header
+from protocol.deadlines import Patience
 from protocol.errors import ConnectionLost, PeerSilent, Refused
 from protocol.frames import MAX_HEADER_UNPROVEN
 from protocol.injection import Plan
@@ -29,7 +30,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.tensors import Manifest, VariableSpec
-from protocol.transport import Patience
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.server import ParameterServer
@@ -232,10 +232,10 @@ def test_a_push_that_is_sent_twice_on_purpose_counts_once(run):
 @pytest.mark.parametrize("run", [{"ema_decay": 0.75}], indirect=True)
 def test_an_evaluator_gets_the_moving_average_and_holds_no_version_for_it(run, monkeypatch):
     """An update that waits for a hold, and an evaluator that waits for the update, would wait for ever."""
-    held = []
-    smooth_values, store_hold = run.server.smooth_values, run.server.values_for
-    monkeypatch.setattr(run.server, "values_for", lambda *a: (held.append("worker"), store_hold(*a))[1])
-    monkeypatch.setattr(run.server, "smooth_values", lambda *a: (held.append("evaluator"), smooth_values(*a))[1])
+    held, replies = [], run.server.replies
+    smooth_values, store_hold = replies.smooth_values, replies.values_for
+    monkeypatch.setattr(replies, "values_for", lambda *a: (held.append("worker"), store_hold(*a))[1])
+    monkeypatch.setattr(replies, "smooth_values", lambda *a: (held.append("evaluator"), smooth_values(*a))[1])
     initial = {"kernel": np.zeros(3, np.float32)}
     with worker.connect(str(run.listener.address), initial, rank=0) as server:
         server.pull()
@@ -274,10 +274,10 @@ LONG_REASON = "no\n" + "😀" * 5000
 def test_a_refusal_before_the_proof_is_cut_to_what_a_stranger_may_be_sent(run, monkeypatch):
     """4 KB with the rest of the header; whole characters, and dots say that it was longer."""
 
-    def refuse(session, hello):
+    def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.TOKEN_REQUIRED, LONG_REASON)
 
-    monkeypatch.setattr(Session, "_authenticate", refuse)
+    monkeypatch.setattr("ps.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     refusal = link.receive()
@@ -299,10 +299,10 @@ def test_a_refusal_after_the_proof_has_all_characters_of_a_reason(run, monkeypat
 
 
 def test_a_refusal_that_fits_is_not_cut(run, monkeypatch):
-    def refuse(session, hello):
+    def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.CODEC, "no " + "x" * 4000)
 
-    monkeypatch.setattr(Session, "_authenticate", refuse)
+    monkeypatch.setattr("ps.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     assert link.receive() == Refusal(RefusalCode.CODEC, "no " + "x" * 4000)

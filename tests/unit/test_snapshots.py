@@ -7,7 +7,8 @@ from protocol.arena import Arena, aligned_empty
 from protocol.errors import LocalProtocolError, ManifestMismatch
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
 from ps.optimizers import SGD, Adam
-from ps.store import NotFinite, Store, StoreConfig
+from ps.store import Store
+from ps.store_config import NotFinite, StoreConfig
 from tests.unit.resumed import copied
 
 LAYOUT = Layout.of(
@@ -168,7 +169,7 @@ def test_what_is_restored_is_what_was_kept(made):
         assert list(tensors) == list(again.tensors[group])
         for name, array in tensors.items():
             assert array.tobytes() == again.tensors[group][name].tobytes(), name
-    products = [store.inner_products([], [2, 3], True).tobytes() for store in (old, new)]
+    products = [store.comparison.inner_products([], [2, 3], True).tobytes() for store in (old, new)]
     assert products[0] == products[1]
 
 

@@ -32,10 +32,10 @@ from benchmarks.soak_invariants import (
 )
 from benchmarks.tally import PERIOD, Counting, Tally, factor, marks_at, tally_of_rounds
 from benchmarks.tally_processes import Lines
+from protocol.addresses import Address
 from protocol.frame_faults import Action
 from protocol.injection import Plan
 from protocol.messages import Kind, Side
-from protocol.transport import Address
 
 W = 4
 

@@ -12,7 +12,8 @@ from ps.closing import RoundCloser
 from ps.instructions import CloseRound, Contribution
 from ps.optimizers import SGD
 from ps.schedules import Constant
-from ps.store import Store, StoreConfig
+from ps.store import Store
+from ps.store_config import StoreConfig
 
 from .test_aggregation import RULES, agreeing
 

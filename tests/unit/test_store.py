@@ -12,7 +12,8 @@ from protocol.errors import ConfigurationError, LocalProtocolError, NoProgress
 from protocol.tensors import Kind, Layout, Manifest, SideSpec, VariableSpec
 from ps.optimizers import SGD, Adam
 from ps.receiver import RECEIVE_BLOCK_BYTES
-from ps.store import NotFinite, Store, StoreConfig
+from ps.store import Store
+from ps.store_config import NotFinite, StoreConfig
 
 MIXED = Layout.of(
     Manifest(
@@ -294,7 +295,7 @@ def test_inner_products_are_those_of_the_trainable_variables_in_the_order_asked_
     store, vectors, moment = measured_store()
     rows = [vectors[row] for row in (0, 1, 3, *references)] + [moment] * with_momentum
     expected = np.array(rows) @ np.array(rows).T
-    products = store.inner_products([0, 1, 3], references, with_momentum)
+    products = store.comparison.inner_products([0, 1, 3], references, with_momentum)
     np.testing.assert_allclose(products, expected, rtol=1e-6)
     np.testing.assert_array_equal(products, products.T)
     assert products.dtype == np.float64
@@ -307,7 +308,7 @@ def test_projections_are_those_on_references_moment_and_total(references, with_m
     coefficients = [0.5, -0.25, 2.0]
     rows = np.array([vectors[row] for row in (0, 1, 3, *references)] + [moment] * with_momentum)
     rows = np.concatenate([rows, [coefficients @ rows[:3]]])
-    found = store.projections([0, 1, 3], coefficients, references, with_momentum)
+    found = store.comparison.projections([0, 1, 3], coefficients, references, with_momentum)
     np.testing.assert_allclose(found, rows @ rows[3:].T, rtol=1e-6)
     assert found.dtype == np.float64
 
@@ -320,8 +321,8 @@ def test_measurements_have_the_same_bits_for_any_number_of_threads():
         for slot in range(4):
             push(store, slot, random_arrays(layout, slot))
         store.apply([0, 1], [0.5, 0.5], None, 0.1)
-        products = store.inner_products([0, 1, 2, 3], with_momentum=True)
-        projections = store.projections([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4], with_momentum=True)
+        products = store.comparison.inner_products([0, 1, 2, 3], with_momentum=True)
+        projections = store.comparison.projections([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4], with_momentum=True)
         store.apply_trimmed([0, 1, 2, 3], 1, 0.1)
         results.add((products.tobytes(), projections.tobytes(), bytes(store.current.buffer)))
         store.close()
@@ -331,8 +332,8 @@ def test_measurements_have_the_same_bits_for_any_number_of_threads():
 def test_measuring_changes_nothing():
     store, _, _ = measured_store()
     before = bytes(store.current.buffer), [bytes(store.receiver(row).buffer) for row in (0, 1, 3, 4, 5)]
-    store.inner_products([0, 1, 3], [4, 5], True)
-    store.projections([0, 1, 3], [1, 1, 1], [4, 5], True)
+    store.comparison.inner_products([0, 1, 3], [4, 5], True)
+    store.comparison.projections([0, 1, 3], [1, 1, 1], [4, 5], True)
     assert (bytes(store.current.buffer), [bytes(store.receiver(row).buffer) for row in (0, 1, 3, 4, 5)]) == before
 
 
@@ -348,10 +349,10 @@ def test_there_is_a_first_moment_once_an_optimizer_that_keeps_one_has_made_an_up
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda store: store.inner_products([0, 6]), "none of number 6"),
-        (lambda store: store.inner_products([0], [-1]), "none of number -1"),
-        (lambda store: store.projections([0, 1], [1.0]), "one coefficient for each slot"),
-        (lambda store: store.projections([0], [1.0], [6]), "none of number 6"),
+        (lambda store: store.comparison.inner_products([0, 6]), "none of number 6"),
+        (lambda store: store.comparison.inner_products([0], [-1]), "none of number -1"),
+        (lambda store: store.comparison.projections([0, 1], [1.0]), "one coefficient for each slot"),
+        (lambda store: store.comparison.projections([0], [1.0], [6]), "none of number 6"),
         (lambda store: store.apply_trimmed([0, 1, 6], 1, 0.1), "none of number 6"),
         (lambda store: store.apply_trimmed([0, 1], 1, 0.1), "1 values cannot be trimmed at each end of 2"),
         (lambda store: store.apply_trimmed([], 0, 0.1), "cannot be trimmed"),
@@ -368,9 +369,9 @@ def test_rows_that_do_not_exist_and_parts_that_do_not_match_are_our_own_mistake(
 def test_a_moment_that_no_optimizer_keeps_cannot_be_compared_with():
     store = started(MIXED, random_arrays(MIXED, 0))
     with pytest.raises(LocalProtocolError, match="keeps no first moment"):
-        store.inner_products([0], with_momentum=True)
+        store.comparison.inner_products([0], with_momentum=True)
     with pytest.raises(LocalProtocolError, match="keeps no first moment"):
-        store.projections([0], [1.0], with_momentum=True)
+        store.comparison.projections([0], [1.0], with_momentum=True)
 
 
 # ---- trimmed means -------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from protocol.addresses import Address
 from protocol.certificates import ClientTls, ServerTls
+from protocol.deadlines import Patience
 from protocol.errors import ConnectionLost, PeerSilent, Refused, RemoteProtocolError
 from protocol.frames import MAGIC
 from protocol.tls import PIECE_BYTES, Unsecured, _pieces
-from protocol.transport import Address, Listener, Patience, connect
+from protocol.transport import Listener, connect
 from tests.unit.authority import Authority
 
 LONG_S = 60.0

@@ -16,21 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol import transport
+from protocol import deadlines
+from protocol.addresses import Address, is_loopback
 from protocol.certificates import ClientTls, ServerTls
+from protocol.deadlines import Deadline, Patience
 from protocol.errors import ConfigurationError, ConnectionLost, NetworkError, PeerSilent
-from protocol.transport import (
-    LOCAL_SEND_BYTES,
-    MAX_BUFFERS,
-    Address,
-    Channel,
-    Deadline,
-    Listener,
-    Patience,
-    Wake,
-    connect,
-    is_loopback,
-)
+from protocol.transport import LOCAL_SEND_BYTES, MAX_BUFFERS, Channel, Listener, Wake, connect
 from tests.unit.authority import Authority
 
 LONG_S = 60.0
@@ -215,7 +206,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(transport.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)
 
 
 def test_patience_on_both_sides_of_its_limits(monkeypatch):

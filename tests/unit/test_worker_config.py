@@ -8,10 +8,10 @@ from typing import Any
 import click
 import pytest
 
+from protocol.addresses import Address, parse_address
 from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.messages import MAX_NAME_CHARACTERS, MAX_RANK, Role
-from protocol.transport import Address, parse_address
 from tests.unit.authority import Authority
 from worker.command_line import build_command, execute, parse
 from worker.config import ROLES, ClusterTask, WorkerConfig, available_cpus, parse_tf_config

@@ -64,7 +64,7 @@ def test_next_to_nothing_is_imported_before_signals_are_dealt_with() -> None:
 def test_what_the_package_offers_is_there_when_it_is_asked_for() -> None:
     """The names load late; one that does not exist is an error like any other."""
     assert set(worker.__all__) <= set(dir(worker))
-    assert worker.connect.__module__ == "worker.client"
+    assert worker.connect.__module__ == "worker.joining"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = worker.nonsense
 
