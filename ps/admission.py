@@ -1,7 +1,6 @@
 """Who is let in, and on what terms: an identity is claimed, an offer checked, a client welcomed."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ from protocol.messages import AUTO_RANK, Offer, Role, Welcome
 from ps.agreement import Agreement, check_seed
 from ps.config import ServerConfig
 from ps.coordinator import Coordinator
+from ps.course_clock import CourseClock
 from ps.ensemble_mode import Terms
 from ps.instructions import Instruction
 from ps.members import Claim, Granted, Identity
@@ -32,6 +32,7 @@ class Admissions:
         epoch: of this start of the server.
         lock: of the server's state.
         course: of the run.
+        clock: of the course.
         agreement: on the variables.
         carry_out: does what the coordinator decides; called with the lock held.
     """
@@ -42,6 +43,7 @@ class Admissions:
         epoch: int,
         lock: threading.RLock,
         course: Coordinator,
+        clock: CourseClock,
         agreement: Agreement,
         carry_out: CarryOut,
     ) -> None:
@@ -49,6 +51,7 @@ class Admissions:
         self._epoch = epoch
         self._lock = lock
         self._course = course
+        self._clock = clock
         self._agreement = agreement
         self._carry_out = carry_out
         self.is_over = False
@@ -91,7 +94,7 @@ class Admissions:
             threads = known.threads if known is not None and who.role is not Role.EVALUATOR else offer.threads
             terms = self._agreement.terms(offer, again.rank)
             who = replace(who, software=offer.software)
-            told = self._course.joined(session, who, again, threads, time.monotonic())
+            told = self._course.joined(session, who, again, threads, self._clock.now())
             welcome = self._welcome(who, again, threads, terms)
             self._carry_out(told)
             return Admission(welcome, terms)

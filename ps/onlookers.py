@@ -11,6 +11,7 @@ from ps.config import ServerConfig
 from ps.coordinator import Coordinator
 from ps.instructions import CloseRound, Finish, SkipRound
 from ps.record import Record
+from ps.status import Pause
 from ps.status_feed import StatusFeed, Taken
 from ps.status_server import StatusServer
 from ps.tensorboard import TensorBoard, weights_by_name
@@ -67,7 +68,12 @@ class Onlookers:
             self._board.round_closed(closing.step, record.metrics, weights, now, time.time())
 
     def take(
-        self, course: Coordinator, record: Record, checkpoints: Checkpointing | None, finish: Finish | None
+        self,
+        course: Coordinator,
+        record: Record,
+        checkpoints: Checkpointing | None,
+        finish: Finish | None,
+        pause: Pause,
     ) -> Taken | None:
         """Copy what is to be shown, if it is time to; under the lock of the run's state."""
         if self._board is not None:
@@ -75,7 +81,7 @@ class Onlookers:
         if self._feed is None:
             return None
         ended = None if finish is None else finish.status.value
-        return self._feed.take(course, record, checkpoints, time.monotonic(), time.time(), ended)
+        return self._feed.take(course, record, checkpoints, time.monotonic(), time.time(), ended, pause)
 
     def show(self, taken: Taken | None) -> None:
         """Show what was taken; without the lock, and by one thread only."""

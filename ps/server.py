@@ -44,6 +44,7 @@ from ps.compiling import Compiling
 from ps.config import ServerConfig
 from ps.console import Console
 from ps.coordinator import Coordinator
+from ps.course_clock import CourseClock
 from ps.door import TICK_S, Door
 from ps.gathering import Gathering
 from ps.instructions import (
@@ -70,6 +71,7 @@ from ps.receiver import PushCheck, Receiver
 from ps.record import Record
 from ps.replies import Replies
 from ps.session import Answered, Session
+from ps.status import Pause
 from ps.store import Store
 from ps.store_config import NotFinite
 
@@ -137,6 +139,7 @@ class ParameterServer:
         self._gathering = gathering
         self._lock = threading.RLock() if gathering is None else gathering.lock
         self._began = time.monotonic()
+        self._clock = CourseClock(time.monotonic)
         secret = secret_of(config) if restored is None else bytes(restored.state["secret"])
         self._coordinator = Coordinator(
             policy_of(config, secret), epoch, self._began, has_values=initial_values is not None
@@ -149,7 +152,9 @@ class ParameterServer:
         self._agreement = Agreement(config, ensemble, initial_values, self._lock, self._cannot_hold)
         self._members = None if ensemble is None else MembersMode(ensemble)
         self._mode: Mode = self._members or SharedMode(self._agreement, self._closer)
-        self.admissions = Admissions(config, epoch, self._lock, self._coordinator, self._agreement, self._carry_out)
+        self.admissions = Admissions(
+            config, epoch, self._lock, self._coordinator, self._clock, self._agreement, self._carry_out
+        )
         self._door = (
             Door(lambda number, channel: Session(number, channel, self), self.broke)
             if gathering is None
@@ -173,6 +178,7 @@ class ParameterServer:
         self.replies = Replies(
             config, epoch, self._lock, self._coordinator, self._agreement, self._mode, self._checkpoints
         )
+        self._held_back = ""
         self._waiting = self._coordinator.waiting_for(self._began)
 
     @property
@@ -267,12 +273,15 @@ class ParameterServer:
             now = time.monotonic()
             if self._signal is not None:
                 self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
+            self._clock.stand(self.replies.are_held_back)  # nobody is late who could not have got any values
             if self.replies.are_held_back:
-                self._waiting = said = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
-            else:  # nobody is late who could not have got any values
-                self._carry_out(self._coordinator.tick(now))
-                self._waiting = self._coordinator.waiting_for(now)
-                said = self._coordinator.waiting_for(now, names_validators=True)
+                self._held_back = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
+                self._waiting = said = self._held_back
+            else:
+                self._held_back = ""
+                self._carry_out(self._coordinator.tick(self._clock.now()))
+                self._waiting = self._coordinator.waiting_for(self._clock.now())
+                said = self._coordinator.waiting_for(self._clock.now(), names_validators=True)
             self.settle()
             self._record.flush()
             if self._coordinator.phase is Phase.RUNNING:
@@ -283,7 +292,8 @@ class ParameterServer:
     def _show(self) -> None:
         """Show those who look where the run stands; what they read is made without the lock."""
         with self._lock:
-            taken = self._onlookers.take(self._coordinator, self._record, self._checkpoints, self._finish)
+            pause = Pause(self._held_back, self._clock.stood_s)
+            taken = self._onlookers.take(self._coordinator, self._record, self._checkpoints, self._finish, pause)
         self._onlookers.show(taken)
 
     def stop(self, status: Status, reason: str) -> None:
@@ -345,14 +355,14 @@ class ParameterServer:
         """A session has ended; the coordinator hears of it if it had joined."""
         with self._lock:
             if self._door.forget(session.number) and session.joined:
-                self._carry_out(self._coordinator.left(session.number, reason, time.monotonic(), on_purpose))
+                self._carry_out(self._coordinator.left(session.number, reason, self._clock.now(), on_purpose))
 
     # ---- events: called by sessions --------------------------------------------------------------------
 
     def pulled(self, session: Session, min_step: int) -> None:
         """A session asks for values."""
         with self._lock:
-            self._carry_out(self._coordinator.pulled(session.number, min_step, time.monotonic()))
+            self._carry_out(self._coordinator.pulled(session.number, min_step, self._clock.now()))
 
     def push_begins(self, session: Session, push: Push) -> Receiver | None:
         """A push is on its way; return where it goes, or None if its payload is not wanted."""
@@ -379,7 +389,7 @@ class ParameterServer:
                     push,
                     check.gradient_norm,
                     check.bad_variable,
-                    time.monotonic(),
+                    self._clock.now(),
                     problem,
                     check.state_norm,
                 )
@@ -388,7 +398,7 @@ class ParameterServer:
     def _dropped(self, session: Session, message: Push | Logits, verdict: Drop) -> None:
         """The payload of what is not taken has been read."""
         with self._lock:
-            self._carry_out(self._coordinator.dropped(session.number, message, verdict, time.monotonic()))
+            self._carry_out(self._coordinator.dropped(session.number, message, verdict, self._clock.now()))
 
     def logits_begin(self, session: Session, logits: Logits) -> bool:
         """A member's logits are on their way; say whether they are wanted."""
@@ -407,7 +417,7 @@ class ParameterServer:
             if self._members is None or member is None:
                 return
             problem = self._members.show(member.rank, payload, logits.labels)
-            self._carry_out(self._coordinator.logits_arrived(session.number, logits, problem, time.monotonic()))
+            self._carry_out(self._coordinator.logits_arrived(session.number, logits, problem, self._clock.now()))
 
     def tested(self, session: Session, logits: TestLogits, payload: NDArray[np.uint8]) -> None:
         """A member has answered the test set at the values of a step."""
@@ -434,7 +444,7 @@ class ParameterServer:
                 self._mode.initialise(member.rank, buffer)
             except NotFinite as error:
                 problem = str(error)
-            self._carry_out(self._coordinator.initialised(session.number, problem, time.monotonic()))
+            self._carry_out(self._coordinator.initialised(session.number, problem, self._clock.now()))
 
     def reported(self, report: Report) -> None:
         """An evaluator has measured the values of a step."""

@@ -192,8 +192,26 @@ class Pushed:
     reason: str = ""
 
 
-def waiting(course: Coordinator, now: float) -> Waiting:
-    """Return for whom a run waits."""
+@dataclass(frozen=True)
+class Pause:
+    """That a run's course stands.
+
+    Attributes:
+        reason: what it waits for, in words; empty if it does not stand.
+        stood_s: seconds that it has stood in all.
+    """
+
+    reason: str
+    stood_s: float
+
+
+NO_PAUSE = Pause("", 0.0)
+
+
+def waiting(course: Coordinator, now: float, held_back: str = "") -> Waiting:
+    """Return for whom a run waits; for nobody where values are `held_back`, for a reason in words."""
+    if held_back:
+        return Waiting(held_back, (), 0.0)
     sentence = course.waiting_for(now)
     if not sentence:
         return Waiting("", (), 0.0)

@@ -15,9 +15,11 @@ from ps.history import HistoryView, RunHistory
 from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.metrics import TestResult
 from ps.status import (
+    NO_PAUSE,
     SCHEMA,
     CheckpointFacts,
     Figures,
+    Pause,
     Pushed,
     Refusal,
     RunFacts,
@@ -160,6 +162,7 @@ class StatusFeed:
         now: float,
         time: float,
         outcome: str | None = None,
+        pause: Pause = NO_PAUSE,
     ) -> Taken | None:
         """Copy the state of the run if it is time to, or if it has ended; under the lock of the run's state.
 
@@ -170,6 +173,7 @@ class StatusFeed:
             now: monotonic seconds.
             time: seconds since 1970.
             outcome: how the run has ended, or None.
+            pause: whether its course stands, and for how long it has stood.
         """
         if self._taken_at is not None and now - self._taken_at < PUBLISH_EVERY_S and outcome is None:
             return None
@@ -192,8 +196,8 @@ class StatusFeed:
                 test_accuracy=None if test is None else test.accuracy,
                 test_step=None if test is None else test.step,
             ),
-            waiting=waiting(course, now),
-            workers=worker_rows(course, record, self._pushed, now),
+            waiting=waiting(course, now - pause.stood_s, pause.reason),
+            workers=worker_rows(course, record, self._pushed, now - pause.stood_s),
             validators=validator_rows(course),
             evaluators=len(course.registry.evaluators),
             checkpoints=CheckpointFacts(

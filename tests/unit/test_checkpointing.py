@@ -257,7 +257,7 @@ def test_a_number_of_workers_that_is_left_open_is_that_of_the_checkpoint(tmp_pat
         with_known_workers(config, Snapshot(4, 1, {}, {}))
     elastic = {"settings": {"workers": None}, "workers": 16}
     with pytest.raises(ConfigurationError, match="workers come and go: it has no number"):
-        with_known_workers(config, Snapshot(4, 1, elastic, {}))
+        with_known_workers(config, Snapshot(4, 1, {}, elastic))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,18 @@ COORDINATION = {
     *("validation", "waits"),
 }
 PURE = COORDINATION | {
-    *("aggregation", "doorstep", "ensemble", "geometry", "history", "metrics", "network", "rule", "schedules"),
+    *(
+        "aggregation",
+        "course_clock",
+        "doorstep",
+        "ensemble",
+        "geometry",
+        "history",
+        "metrics",
+        "network",
+        "rule",
+        "schedules",
+    ),
     "trust",
     *("status", "status_answers", "status_feed"),
 }

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from ps.aggregation import Decision
 from ps.checkpoint import CheckpointDirectory, checkpoints_in
 from ps.config import ServerConfig
 from ps.console import Console
+from ps.course_clock import CourseClock
 from ps.instructions import Reply
 from ps.server import ParameterServer
 from tests.unit.checkpoints import HoldAt
@@ -126,6 +128,34 @@ def test_nobody_gets_values_that_are_not_on_the_disk_yet(serve, disk, tmp_path):
     disk.go_on.set()
     assert values(worker) == (1, [1.0] * 3)
     assert kept(tmp_path) == [0, 1]
+
+
+def test_a_slow_disk_makes_nobody_late_and_the_page_says_what_is_waited_for(serve, disk, tmp_path):
+    """Hours pass while values are held back: neither the limit of idle time nor that of goodbyes counts them."""
+    run = serve(steps=2, idle_timeout=3600, status_port=0)
+    jumped_s = 0.0
+    run.server._clock = CourseClock(lambda: time.monotonic() + jumped_s)
+    run.server.admissions._clock = run.server._clock
+    worker = join(run)
+    assert values(worker)[0] == 0
+    for step in range(2):
+        disk.point = "rename"
+        push(worker, step, seq=step + 1)
+        assert disk.reached.wait(PATIENCE_S)
+        while f"step {step + 1} waits for its checkpoint" not in waiting_words(worker):
+            pass
+        jumped_s += 7200
+        sentence = f"step {step + 1} waits for its checkpoint to be on the disk"
+        while (shown := run.server._onlookers._feed.latest.status.waiting).sentence != sentence:
+            waiting_words(worker)
+        assert shown.ranks == ()
+        disk.point, disk.reached = None, threading.Event()
+        disk.go_on.set()
+        assert values(worker) == (step + 1, [step + 1.0] * 3)
+        disk.go_on.clear()
+    worker.send(Bye())
+    assert run.running.result(PATIENCE_S).status is Status.DONE
+    assert kept(tmp_path) == [0, 1, 2]
 
 
 def test_one_checkpoint_serves_for_the_single_pushes_that_came_while_another_was_written(serve, disk, tmp_path):
