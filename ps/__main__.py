@@ -209,13 +209,13 @@ def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "F
 
     unkept: CheckpointError | None = None
     try:
-        server.keep_last(finish)
+        server.ending.keep_last(finish)
     except CheckpointError as error:
         unkept = error
-    summary = server.summary(finish)
+    summary = server.ending.summary(finish)
     summary_path = config.summary or config.run_dir / "summary.json"
     try:
-        values = server.final_values()
+        values = server.ending.final_values()
         if finish.status is Status.DONE and config.export is not None and values is not None:
             outcome.export_values(config.export, values)
             logger.info("final values are in %s", config.export)
@@ -224,13 +224,13 @@ def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "F
     if finish.status is not Status.DONE:
         also = f"; and the last {unkept}" if unkept else ""
         reason = f"the run ended at step {summary['steps']}: {finish.reason}{also}"
-        code = unkept.exit_code if unkept else server.exit_code(finish)
+        code = unkept.exit_code if unkept else server.ending.exit_code(finish)
         _say_ended(config, reason, finish.status, code, summary["steps"])
         return code
     logger.info("%s; summary in %s", _in_short(summary), summary_path)
     if unkept is not None:
         raise unkept
-    return server.exit_code(finish)
+    return server.ending.exit_code(finish)
 
 
 def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode, step: int) -> None:

@@ -15,12 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.addresses import Address
-from protocol.errors import (
-    ExitCode,
-    Interrupted,
-    NoProgress,
-    WeighmasterError,
-)
+from protocol.errors import NoProgress, WeighmasterError
 from protocol.injection import Point
 from protocol.injector import NONE, Faults
 from protocol.messages import (
@@ -46,6 +41,7 @@ from ps.console import Console
 from ps.coordinator import Coordinator
 from ps.course_clock import CourseClock
 from ps.door import TICK_S, Door
+from ps.ending import Ending
 from ps.gathering import Gathering
 from ps.instructions import (
     Announce,
@@ -77,18 +73,6 @@ from ps.store_config import NotFinite
 
 logger = logging.getLogger("weighmaster.ps")
 
-RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
-"""A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""
-
-EXIT_CODES = {
-    Status.DONE: ExitCode.DONE,
-    Status.DIVERGED: ExitCode.DIVERGED,
-    Status.LOST: ExitCode.NO_PROGRESS,
-    Status.NO_PROGRESS: ExitCode.NO_PROGRESS,
-    Status.INTERRUPTED: ExitCode.SIGTERM,
-    Status.FAILED: ExitCode.CONFIGURATION,
-}
-
 
 class ParameterServer:
     """One run: from listening to the last goodbye.
@@ -98,6 +82,7 @@ class ParameterServer:
         admissions: lets clients in.
         compiling: makes the kernels ready that the run needs.
         replies: the values that sessions send.
+        ending: what becomes of the run when `run` has returned.
     """
 
     def __init__(
@@ -164,8 +149,6 @@ class ParameterServer:
         self._ended = threading.Event()
         self._rule_is_idle = False
         self._finish: Finish | None = None
-        self._finished_at = 0.0
-        self._signal: str | None = None
         self._parts = Parts(self._coordinator, self._closer, self._record, self._agreement, ensemble)
         if restored is not None:
             restore(self._parts, config, restored)
@@ -178,6 +161,7 @@ class ParameterServer:
         self.replies = Replies(
             config, epoch, self._lock, self._coordinator, self._agreement, self._mode, self._checkpoints
         )
+        self.ending = Ending(self._parts, self._mode, self._checkpoints)
         self._held_back = ""
         self._waiting = self._coordinator.waiting_for(self._began)
 
@@ -220,15 +204,7 @@ class ParameterServer:
             if self._coordinator.step:  # the last line shows where the run ended, not where it was a moment before
                 self._show_progress(time.monotonic())
         assert self._finish is not None
-        return self._checked(self._finish)
-
-    def _checked(self, finish: Finish) -> Finish:
-        """Return how the run ended: as diverged if values overflowed so late that no push told of it."""
-        bad = self._store.first_not_finite() if finish.status is Status.DONE and self._store is not None else None
-        if bad is None:
-            return finish
-        why = f"the final values of {bad!r} are not finite; try a lower --learning-rate, or --clip-norm"
-        return Finish(Status.DIVERGED, why)
+        return self.ending.checked(self._finish)
 
     def accept_history(self) -> None:
         """Make a resumed run's history the one that counts, now that nothing stands against going on.
@@ -238,15 +214,6 @@ class ParameterServer:
         """
         if self._checkpoints is not None:
             self._checkpoints.accept_history()
-
-    def keep_last(self, finish: Finish) -> None:
-        """Write the last checkpoint of a run that another one may go on from; call it when `run` has returned.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        if self._checkpoints is not None and finish.status in RESUMABLE:
-            self._checkpoints.last(self._parts)
 
     def close(self) -> None:
         """Release what outlives `run`."""
@@ -258,7 +225,7 @@ class ParameterServer:
 
     def interrupt(self, signal_name: str) -> None:
         """Ask the run to end at its next tick; safe from a signal handler."""
-        self._signal = signal_name
+        self.ending.signal = signal_name
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Do what must not leave clients without a word, and the operator without a summary."""
@@ -271,8 +238,8 @@ class ParameterServer:
         """Let time pass: check deadlines, redraw the progress line."""
         with self._lock:
             now = time.monotonic()
-            if self._signal is not None:
-                self.stop(Status.INTERRUPTED, f"the server was stopped by {self._signal}")
+            if self.ending.signal is not None:
+                self.stop(Status.INTERRUPTED, f"the server was stopped by {self.ending.signal}")
             self._clock.stand(self.replies.are_held_back)  # nobody is late who could not have got any values
             if self.replies.are_held_back:
                 self._held_back = f"step {self._coordinator.step} waits for its checkpoint to be on the disk"
@@ -300,24 +267,6 @@ class ParameterServer:
         """End the run from outside: a signal, or a fault of the server itself. Safe from any thread."""
         with self._lock:
             self._carry_out(self._coordinator.stop(status, reason))
-
-    def exit_code(self, finish: Finish) -> ExitCode:
-        """Return the code with which the process ends."""
-        if self._signal and finish.status is Status.INTERRUPTED:
-            return Interrupted(self._signal).exit_code
-        return EXIT_CODES[finish.status]  # a signal that came after the end changes nothing of it
-
-    def summary(self, finish: Finish) -> dict[str, Any]:
-        """Return what became of the run, ready for JSON."""
-        summary = self._record.summary(self._coordinator, finish.status, self._finished_at - self._began)
-        if self._checkpoints is not None:
-            summary["checkpoint_step"] = self._checkpoints.last_step
-            summary["checkpoint_failures"] = self._checkpoints.failures
-        return {**summary, **self._mode.summary()}
-
-    def final_values(self) -> dict[str, NDArray[Any]] | None:
-        """Return the final values by name (their moving average if one is kept), or None if there are none."""
-        return self._store.export() if self._store is not None and self._coordinator.has_values else None
 
     def _written(self) -> None:
         """A checkpoint has been written, or has failed: whose values were held back for it gets them now."""
@@ -500,7 +449,8 @@ class ParameterServer:
             self._take_vote()
         except Exception as error:  # it may be why the run ends; the end must come all the same
             logger.error("the server itself has failed", exc_info=error)
-        self._finish, self._finished_at = finish, time.monotonic()
+        self._finish = finish
+        self.ending.seconds = time.monotonic() - self._began
         self.admissions.is_over = finish.status is not Status.DONE
         self._door.announce(finish)
         self._ended.set()

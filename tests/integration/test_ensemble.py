@@ -126,7 +126,7 @@ def trained(members, tmp_path, monkeypatch):
         finish = server.run(listener)
         members.end()
         assert (finish.status, len(states)) == ("done", steps)
-        return [*states, state_of(server._parts.ensemble)], server.summary(finish)
+        return [*states, state_of(server._parts.ensemble)], server.ending.summary(finish)
 
     return train
 

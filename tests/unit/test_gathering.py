@@ -236,7 +236,7 @@ def test_a_signal_ends_it_and_one_that_comes_later_reaches_the_server(made):
         gathered._counted_now()
     server = server_of(gathered, 1)
     gathered.hand_over(server)
-    assert server._signal == "SIGTERM"
+    assert server.ending.signal == "SIGTERM"
 
 
 def test_a_fault_of_a_thread_ends_it(made, caplog):

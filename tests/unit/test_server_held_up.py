@@ -185,7 +185,7 @@ def test_the_end_from_outside_does_not_wait_for_the_disk(serve, disk):
     assert ended.status is Status.INTERRUPTED
     assert run.running.result(PATIENCE_S).status is Status.INTERRUPTED
     disk.go_on.set()
-    run.server.keep_last(run.running.result())
+    run.server.ending.keep_last(run.running.result())
 
 
 def test_whoever_waits_hears_of_the_server_and_callers_are_challenged_while_its_state_is_locked(serve):
@@ -242,7 +242,7 @@ def test_a_fault_in_what_the_server_does_by_itself_ends_the_run_in_the_ordinary_
     assert ended == Ended(Status.FAILED, "the server itself has failed: ZeroDivisionError('a fault')")
     finish = run.running.result(PATIENCE_S)
     assert finish.status is Status.FAILED
-    assert run.server.summary(finish)["status"] == "failed"
+    assert run.server.ending.summary(finish)["status"] == "failed"
 
 
 def test_a_fault_between_a_decision_and_the_end_that_comes_with_it_does_not_swallow_the_end(serve, monkeypatch):
@@ -270,8 +270,8 @@ def test_a_run_that_ends_in_the_midst_of_an_update_has_a_summary_and_no_last_che
     push(worker, 0)
     finish = run.running.result(PATIENCE_S)
     assert finish.status is Status.NO_PROGRESS
-    run.server.keep_last(finish)
-    assert run.server.summary(finish)["status"] == "no_progress"
+    run.server.ending.keep_last(finish)
+    assert run.server.ending.summary(finish)["status"] == "no_progress"
     assert kept(tmp_path) == [0]
     assert "no last checkpoint is written, since the values of step 1 could not be made" in caplog.text
 
@@ -291,7 +291,7 @@ def test_rounds_whose_weights_are_all_0_are_void_and_the_first_of_them_is_told(s
         push(worker, step, seq=step + 1)
         assert values(worker) == (step + 1, [value] * 3)
     worker.send(Bye())
-    summary = run.server.summary(run.running.result(PATIENCE_S))
+    summary = run.server.ending.summary(run.running.result(PATIENCE_S))
     assert (summary["void_rounds"], summary["workers"][0]["pushes"]) == (3, 4)
     told = [text for text in caplog.messages if "is void" in text]
     assert told == [f"round {step} is void: the rule mean found nothing to apply" for step in (0, 3)]
