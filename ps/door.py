@@ -14,6 +14,7 @@ from protocol.transport import Listener, PlainChannel, Wake
 from ps.doorstep import Doorstep, Source, source_of
 from ps.instructions import Finish
 from ps.session import Session
+from ps.stranger_log import StrangerLog
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -44,6 +45,7 @@ class Door:
         self._numbers = itertools.count(1)
         self._doorstep: Doorstep[PlainChannel] = Doorstep()
         self._at_doorstep = threading.Lock()
+        self._strangers = StrangerLog()
         self._is_crowded = False
         self._wake: Wake | None = None
         self._dismissed = threading.Event()
@@ -169,6 +171,7 @@ class Door:
         session = self._session_of(number, channel)
         session.leaves_door = partial(self._left, source)
         session.proof_failed = partial(self._failed, source)
+        session.strangers = self._strangers
         with self._lock:
             self._sessions[number] = session
             if self._news is not None:  # who calls now is told that the run has ended, and need not try again

@@ -1,6 +1,5 @@
 """The server's half of the handshake: who a client is, and the proof of it."""
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,17 +12,17 @@ from protocol.proof import NO_PROOF, prove, proves
 from protocol.tokens import Grant, candidates
 from ps.members import Identity
 
-logger = logging.getLogger("weighmaster.ps")
 
-
-def authenticate(link: Link, hello: Hello, grants: Sequence[Grant], proof_failed: Callable[[], None]) -> Identity:
+def authenticate(
+    link: Link, hello: Hello, grants: Sequence[Grant], proof_failed: Callable[[str], None]
+) -> Identity:
     """Challenge a client, check its proof and answer with the server's own; return who it is.
 
     Args:
         link: the connection, of which the hello has been received.
         hello: who the client says it is.
         grants: who may join with which token; empty admits everyone.
-        proof_failed: called when the proof is wrong, before the client hears of it.
+        proof_failed: called with a sentence for the log when the proof is wrong, before the client hears of it.
 
     Raises:
         Refused: no token proves this name, role and rank, or the client cannot speak our codec.
@@ -46,10 +45,7 @@ def authenticate(link: Link, hello: Hello, grants: Sequence[Grant], proof_failed
             mac = prove(grant.token, Side.SERVER, *covered)
             link.send(ServerProof(mac))
             return _as_granted(who, grant)
-    proof_failed()
-    logger.warning(
-        "%s failed the proof as %s %r, rank %s", link.peer, hello.role, hello.name, _rank_text(hello.rank)
-    )
+    proof_failed(f"{link.peer} failed the proof as {hello.role} {hello.name!r}, rank {_rank_text(hello.rank)}")
     raise Refused(RefusalCode.PROOF, "the token was not accepted for this name, role and rank")
 
 

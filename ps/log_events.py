@@ -139,6 +139,12 @@ EVENTS = (
         "gave_up", rf"{_PEER} gave up before it had joined: (?P<reason>.*)", "a caller went before it had joined"
     ),
     sentence(
+        "left_out",
+        r"lines on connections that have not joined were left out: (?P<lines>\d+)",
+        "a flood of callers: so many lines on them were not written",
+        "see the lines before and after for where they come from; close the port to strangers",
+    ),
+    sentence(
         "overloaded",
         rf"(?:the server cannot take more connections for now: .*|{_PEER} was turned away: .*)",
         "descriptors or threads are short; those that are connected go on",

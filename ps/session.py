@@ -51,6 +51,7 @@ from protocol.transport import PlainChannel, Wake
 from ps import instructions as decided
 from ps.handshake import authenticate
 from ps.members import Contested, Denied, Granted, Identity
+from ps.stranger_log import StrangerLog
 
 if TYPE_CHECKING:
     from ps.gathering import Gathering
@@ -97,6 +98,7 @@ class Session(threading.Thread):
         cut_because: why the server itself has cut this connection; empty if it has not.
         leaves_door: called once, when this is no stranger's connection any more, or has ended as one.
         proof_failed: called when its proof is wrong, before it hears of it.
+        strangers: takes what is logged of it before it has joined.
     """
 
     def __init__(self, number: int, channel: PlainChannel, host: "ParameterServer | Gathering") -> None:
@@ -110,6 +112,7 @@ class Session(threading.Thread):
         self.cut_because = ""
         self.leaves_door: Callable[[], None] = lambda: None
         self.proof_failed: Callable[[], None] = lambda: None
+        self.strangers = StrangerLog()
         self._host = host
         self._faults = host.faults
         self._role, self._rank = Role.WORKER, AUTO_RANK
@@ -147,21 +150,21 @@ class Session(threading.Thread):
             reason, on_purpose = self._serve()
             linger_s = LAST_WORDS_S
         except Refused as refused:
-            logger.warning("%s refused (%s): %s", self.link.peer, refused.code, refused)
+            self._say(logging.WARNING, f"{self.link.peer} refused ({refused.code}): {refused}")
             linger_s = self._refuse(RefusalCode(refused.code), str(refused))
         except VersionMismatch as error:
-            logger.warning("%s refused: %s", self.link.peer, error)
+            self._say(logging.WARNING, f"{self.link.peer} refused: {error}")
             linger_s = self._refuse(RefusalCode.VERSION, str(error))
             reason = str(error)
         except RemoteProtocolError as error:
-            logger.warning("%s cut off: %s", self.link.peer, error)
+            self._say(logging.WARNING, f"{self.link.peer} cut off: {error}")
             reason = str(error)
             if isinstance(error, Unsecured):
                 linger_s = self._answer_in_plain(error.answer)
         except NetworkError as error:
             reason = self.cut_because or str(error)
             if not self.joined:
-                logger.info("%s gave up before it had joined: %s", self.link.peer, error)
+                self._say(logging.INFO, f"{self.link.peer} gave up before it had joined: {error}")
         except Exception as error:  # noqa: BLE001 - a fault of ours must end the run, not one thread of it
             self._host.broke(error)
         finally:
@@ -173,6 +176,17 @@ class Session(threading.Thread):
             self.link.close(linger_s)
             self._wake.close()
             self._leave_door()  # last: strangers who are heard out still count
+
+    def _say(self, level: int, text: str) -> None:
+        """Log a sentence; those on strangers are counted."""
+        if self.joined:
+            logger.log(level, "%s", text)
+        else:
+            self.strangers.say(level, text)
+
+    def _failed(self, text: str) -> None:
+        self.proof_failed()
+        self._say(logging.WARNING, text)
 
     def _leave_door(self) -> None:
         if self._is_at_door:
@@ -200,7 +214,7 @@ class Session(threading.Thread):
         deadline = Deadline(HANDSHAKE_S)
         self.link.secure(deadline)
         hello = expect(self.link.receive(deadline), Hello)
-        who = authenticate(self.link, hello, self._host.grants, self.proof_failed)
+        who = authenticate(self.link, hello, self._host.grants, self._failed)
         self._role = who.role
         offer = expect(self.link.receive(Deadline(HANDSHAKE_S)), Offer)
         self._leave_door()  # not before the offer: without tokens anybody may begin one of 16 MB
