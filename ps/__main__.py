@@ -203,34 +203,35 @@ def _leave_without_results(config: "ServerConfig", gathering: "Gathering", error
 
 def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "Finish") -> int:
     """Write what the run leaves behind, and say how it ended; that one thing cannot be written costs no other."""
-    from protocol.errors import CheckpointError
     from protocol.messages import Status
     from ps import outcome
 
-    unkept: CheckpointError | None = None
-    try:
-        server.ending.keep_last(finish)
-    except CheckpointError as error:
-        unkept = error
-    summary = server.ending.summary(finish)
-    summary_path = config.summary or config.run_dir / "summary.json"
-    try:
-        values = server.ending.final_values()
-        if finish.status is Status.DONE and config.export is not None and values is not None:
-            outcome.export_values(config.export, values)
-            logger.info("final values are in %s", config.export)
-    finally:
-        outcome.write_summary(summary_path, summary)
-    if finish.status is not Status.DONE:
-        also = f"; and the last {unkept}" if unkept else ""
-        reason = f"the run ended at step {summary['steps']}: {finish.reason}{also}"
-        code = unkept.exit_code if unkept else server.ending.exit_code(finish)
-        _say_ended(config, reason, finish.status, code, summary["steps"])
-        return code
-    logger.info("%s; summary in %s", _in_short(summary), summary_path)
-    if unkept is not None:
-        raise unkept
-    return server.ending.exit_code(finish)
+    unwritten: list[WeighmasterError] = []
+
+    def attempt(write: Callable[[], None]) -> None:
+        try:
+            write()
+        except WeighmasterError as error:
+            unwritten.append(error)
+
+    attempt(lambda: server.ending.keep_last(finish))
+    summary, summary_path = server.ending.summary(finish), config.summary or config.run_dir / "summary.json"
+    values, export_path = server.ending.final_values(), config.export
+    if finish.status is Status.DONE and export_path is not None and values is not None:
+
+        def export() -> None:
+            outcome.export_values(export_path, values)
+            logger.info("final values are in %s", export_path)
+
+        attempt(export)
+    attempt(lambda: outcome.write_summary(summary_path, summary))
+    if finish.status is Status.DONE and not unwritten:
+        logger.info("%s; summary in %s", _in_short(summary), summary_path)
+        return server.ending.exit_code(finish)
+    why = "; and ".join([*([finish.reason] if finish.reason else []), *map(str, unwritten)])
+    code = unwritten[0].exit_code if unwritten else server.ending.exit_code(finish)
+    _say_ended(config, f"the run ended at step {summary['steps']}: {why}", finish.status, code, summary["steps"])
+    return code
 
 
 def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode, step: int) -> None:

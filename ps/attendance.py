@@ -33,6 +33,15 @@ def live(run: "Course") -> list[int]:
     return [rank for rank in active(run) if rank in members and members[rank].session is not None]
 
 
+def without_goodbye(run: "Course") -> list[int]:
+    """Return the ranks for whose goodbye the end of a run waits, ascending.
+
+    Who is lost is waited for only where it is waited for all along; but after a restart of the server at the end
+    nobody is lost: who knows of the end does not call, and who does not is about to.
+    """
+    return live(run) if run.policy.leaves_out and not run.began_at_end else active(run)
+
+
 def attending(run: "Course") -> list[int]:
     """Return the live ranks that the open round counts on: neither on probation nor come too late for it."""
     members = run.registry.members

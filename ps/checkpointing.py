@@ -86,6 +86,7 @@ class Checkpointing:
         self._resumed_at = resumed_at
         self._is_due = False
         self._is_awaited = False
+        self._waits = config.checkpoint_every == 1
         self._run_state: dict[str, Any] | None = None
 
     @property
@@ -100,13 +101,16 @@ class Checkpointing:
 
     @property
     def waits(self) -> bool:
-        """Whether a checkpoint is to be on the disk before anybody gets its values."""
-        return self._config.checkpoint_every == 1
+        """Whether the newest values are to be on the disk before anybody gets them.
+
+        The last ones always are: who has got them leaves, and cannot help a server that died before it kept them.
+        """
+        return self._waits
 
     @property
     def holds_back(self) -> bool:
         """Whether nobody may get the current values yet, since their checkpoint is still to be written."""
-        return self._is_awaited and (self._writer.busy or (self.waits and self._is_due))
+        return self._is_awaited and (self._writer.busy or (self._waits and self._is_due))
 
     def accept_history(self) -> None:
         """Set aside checkpoints of later steps than the one that the run goes on from: they come again.
@@ -125,7 +129,10 @@ class Checkpointing:
 
     def round_closed(self, course: Coordinator) -> None:
         """Note where the run stands if a checkpoint is due; one that is being written delays the next."""
-        self._is_due |= course.step % self._config.checkpoint_every == 0
+        is_last = course.step >= self._config.steps
+        self._waits = is_last or self._config.checkpoint_every == 1
+        self._is_awaited |= self._waits
+        self._is_due |= is_last or course.step % self._config.checkpoint_every == 0
         if self._is_due and not self._writer.busy:
             self._run_state = course_state.state_of(course)
 
@@ -133,7 +140,7 @@ class Checkpointing:
         """Take what is due, before the next update changes it."""
         if self._run_state is not None:
             self._take(parts)
-            self._is_awaited = self.waits
+            self._is_awaited = self._waits
 
     def take_delayed(self, parts: Parts) -> None:
         """Take what came due while another was written, if values are held back for it; all rounds must be settled.

@@ -362,6 +362,10 @@ class Coordinator(Course):
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: end every wait that has lasted too long."""
         match self.phase:
+            case Phase.GATHERING if self.is_resumed and self.step >= self.policy.steps:
+                self.began_at_end = True
+                self._enter(Phase.DRAINING, now)
+                return list(self._answer())
             case Phase.GATHERING if self._may_start(now):
                 return self._start(now)
             case Phase.GATHERING if now - self.phase_began >= self.policy.start_timeout_s:

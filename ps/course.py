@@ -70,6 +70,7 @@ class Course:
             enough ranks are back (monotonic seconds).
         held_since: SSP: since when somebody waits for slower ranks, or None (monotonic seconds).
         is_resumed: the run goes on from a checkpoint.
+        began_at_end: that was of its last step.
         has_changed: what became different in the course of the run, by which bits may differ, or None.
     """
 
@@ -94,6 +95,7 @@ class Course:
     last_push_at: float = 0.0
     held_since: float | None = None
     is_resumed: bool = False
+    began_at_end: bool = False
     has_changed: str | None = None
     void_in_a_row: int = 0
     open_round: OpenRound = field(init=False)
@@ -354,8 +356,7 @@ class Course:
     # ---- how it ends ---------------------------------------------------------------------------------
 
     def _drained(self, now: float) -> Iterator[Instruction]:
-        # Who is lost is waited for at the end only where it is waited for all along.
-        missing = attendance.live(self) if self.policy.leaves_out else attendance.active(self)
+        missing = attendance.without_goodbye(self)
         judges = self.registry.live_validators()
         over = now - self.phase_began >= self.policy.drain_timeout_s
         if (missing or judges or self.registry.evaluators or self.evaluator_missing()) and not over:

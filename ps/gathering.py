@@ -92,6 +92,15 @@ class Headcount:
         """Whether as many connections are there as there may be workers."""
         return len(self._callers) >= MAX_WORKERS
 
+    def misfit(self) -> Identity | None:
+        """Return somebody who asks for a rank that a run for those who are there does not have, or None."""
+        return next((who for who in self._callers.values() if who.rank >= self.count), None)
+
+    def asks_for_rank(self, caller: SessionId) -> bool:
+        """Say whether a connection that counts asks for a certain rank."""
+        who = self._callers.get(caller)
+        return who is not None and who.rank != AUTO_RANK
+
     def waiting_for(self, now: float) -> str:
         """Say in words for what the start waits."""
         if not self._callers:
@@ -183,6 +192,11 @@ class Gathering:
                     "start some, or allow more with --start-timeout"
                 )
             if headcount.is_settled(now):
+                if misfit := headcount.misfit():
+                    raise ConfigurationError(
+                        f"a worker on {misfit.host} asks for rank {misfit.rank}, and with --workers auto the run "
+                        f"is for {headcount.count}, the workers that have come: start workers without --rank"
+                    )
                 self._counted = headcount.callers
                 return headcount.count
             self._say(now)
@@ -272,14 +286,22 @@ class Gathering:
                     if self._counted
                     else self._headcount.waiting_for(now)
                 )
-            if who.role is Role.WORKER and session.number not in (self._counted or ()) and self._are_joining():
-                return "the start waits for the workers that came first"
+            if who.role is Role.WORKER and self._are_joining(session, who):
+                return "the start waits for the workers that come first"
         return server.holds(session, who)
 
-    def _are_joining(self) -> bool:
-        """Whether any of those who were counted has not got its rank yet: one who came later must not take it."""
-        sessions = [self.door.session(number) for number in self._counted or ()]
-        return any(session is not None and not session.joined for session in sessions)
+    def _are_joining(self, session: Session, who: Identity) -> bool:
+        """Whether anybody who goes first has not got a rank yet.
+
+        First go those who were counted and ask for a certain rank, then those counted who do not, then all others.
+        """
+        counted = self._counted or frozenset()
+        if session.number in counted:
+            if who.rank != AUTO_RANK:
+                return False
+            counted = frozenset(filter(self._headcount.asks_for_rank, counted))
+        first = [self.door.session(number) for number in counted]
+        return any(other is not None and not other.joined for other in first)
 
     def left(self, session: Session, reason: str, on_purpose: bool = False) -> None:
         """A session has ended."""

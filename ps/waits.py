@@ -26,16 +26,12 @@ def waiting_for(run: "Course", now: float, names_validators: bool = False) -> st
         case Phase.RUNNING:
             return _round_waits_for(run, now, names_validators)
         case Phase.DRAINING:
-            absent = _still_here(run)
+            absent = attendance.without_goodbye(run)
             whom = [name_ranks(absent)] if absent else []
             whom += [validator.label for validator in run.registry.live_validators()]
             whom += ["an evaluator"] if run.registry.evaluators or run.evaluator_missing() else []
             return f"the end waits for the goodbye of {' and of '.join(whom)}{since}"
     return ""
-
-
-def _still_here(run: "Course") -> list[int]:
-    return attendance.live(run) if run.policy.leaves_out else attendance.active(run)
 
 
 def _step_waits_for(run: "Course", now: float) -> str:
@@ -211,7 +207,7 @@ def _ordinal(number: int) -> str:
 
 def without_leave(run: "Course") -> Iterator[str]:
     """Say of each client that still is there, or is expected, that it did not take leave."""
-    absent = _still_here(run)
+    absent = attendance.without_goodbye(run)
     names = [name_ranks(absent)] if absent else []
     names += [validator.label for validator in run.registry.live_validators()]
     names += ["an evaluator"] if run.registry.evaluators else []

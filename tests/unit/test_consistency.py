@@ -569,6 +569,27 @@ def test_a_run_restored_at_its_end_gives_the_final_values_to_all():
     assert again.finish == Finish(Status.DONE, "")
 
 
+@pytest.mark.parametrize("policy", [{}, SHRINK, {"quorum": 2}, ASYNC])
+def test_a_run_restored_at_its_end_waits_but_a_while_for_those_who_may_not_have_heard_of_it(policy):
+    """Its server died when it had kept the last step: workers may have their values, and have gone."""
+    run, zero, one = running(steps=1, **policy)
+    run.push(zero), run.push(one)
+    again = restarted(run)
+    again.wait(0)
+    assert again.coordinator.phase is Phase.DRAINING
+    assert (
+        again.coordinator.waiting_for(again.now + 5) == "the end waits for the goodbye of ranks 0 and 1 since 5 s"
+    )
+    zero = Client(0)
+    again.join(zero)
+    assert len(replies(again.pull(zero))) == 1
+    again.bye(zero)
+    again.wait(again.policy.drain_timeout_s - 0.1)
+    assert again.finish is None
+    again.wait(0.1)
+    assert again.finish == Finish(Status.DONE, "")
+
+
 def test_a_goodbye_after_the_last_step_is_no_reason_not_to_be_waited_for_when_the_run_goes_on():
     run, zero, one = running(steps=1)
     run.push(zero), run.push(one)

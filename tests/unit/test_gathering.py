@@ -182,6 +182,31 @@ def test_a_server_takes_over_the_connections_that_are_held(made):
     assert "kernels" in gathered.holds(callers[0], who(1))
 
 
+def test_who_asks_for_a_rank_goes_before_those_who_take_any(made):
+    """Else one of these would get the very rank that another asks for, and is refused for."""
+    gathered, clock = made
+    anyone, certain = comes(gathered, 1), Caller(2)
+    gathered.door._sessions[2] = certain
+    assert gathered.holds(certain, who(2, rank=0))
+    clock.now += QUIET_S
+    assert gathered._counted_now() == 2
+    gathered.hand_over(server_of(gathered, 2))
+    assert "come first" in gathered.holds(anyone, who(1))
+    assert gathered.holds(certain, who(2, rank=0)) == ""
+    certain.joined = True
+    assert gathered.holds(anyone, who(1)) == ""
+
+
+def test_a_rank_that_no_run_for_these_has_ends_the_start_at_once(made):
+    gathered, clock = made
+    comes(gathered, 1)
+    gathered.door._sessions[2] = Caller(2)
+    assert gathered.holds(gathered.door._sessions[2], who(2, rank=2))
+    clock.now += QUIET_S
+    with pytest.raises(ConfigurationError, match=r"asks for rank 2, .* the run is for 2, .* without --rank"):
+        gathered._counted_now()
+
+
 def test_more_connections_than_there_may_be_workers_are_refused(made, monkeypatch):
     """Each holds a thread and what it offers; who is counted already is asked again and again."""
     monkeypatch.setattr(gathering, "MAX_WORKERS", 2)
@@ -201,7 +226,7 @@ def test_who_comes_after_the_count_takes_the_rank_of_nobody_who_was_counted(made
     late, judge = comes(gathered, 2), comes(gathered, 3, Role.EVALUATOR)
     gathered.hand_over(server_of(gathered, 1))
     assert gathered.holds(judge, who(3, role=Role.EVALUATOR)) == ""
-    assert "came first" in gathered.holds(late, who(2))
+    assert "come first" in gathered.holds(late, who(2))
     first.joined = True
     assert gathered.holds(late, who(2)) == "", "the server judges it now"
 

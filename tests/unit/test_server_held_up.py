@@ -130,6 +130,23 @@ def test_nobody_gets_values_that_are_not_on_the_disk_yet(serve, disk, tmp_path):
     assert kept(tmp_path) == [0, 1]
 
 
+def test_nobody_gets_the_last_values_before_they_are_kept(serve, disk, tmp_path):
+    """Who has got them leaves, and could not help a server that died before it had kept them."""
+    run = serve(steps=2, checkpoint_every=100)
+    worker = join(run)
+    assert values(worker)[0] == 0
+    disk.point = "rename"
+    push(worker, 0)
+    assert values(worker)[0] == 1
+    push(worker, 1, seq=2)
+    assert disk.reached.wait(PATIENCE_S)
+    while "step 2 waits for its checkpoint" not in waiting_words(worker):
+        pass
+    disk.go_on.set()
+    assert values(worker)[0] == 2
+    assert kept(tmp_path) == [0, 2]
+
+
 def test_a_slow_disk_makes_nobody_late_and_the_page_says_what_is_waited_for(serve, disk, tmp_path):
     """Hours pass while values are held back: neither the limit of idle time nor that of goodbyes counts them."""
     run = serve(steps=2, idle_timeout=3600, status_port=0)
