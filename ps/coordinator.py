@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protocol.messages import Logits, Push, Role, Status
 from ps import attendance, waits
-from ps.course import Course, Pending
+from ps.course import OF_NOBODY, Pending
 from ps.instructions import (
     Announce,
     AskInitial,
@@ -24,13 +24,11 @@ from ps.instructions import (
 )
 from ps.members import Granted, Identity, Member, SessionId, labelled, name_ranks
 from ps.policy import Phase
-from ps.rounds import Answer
-
-OF_NOBODY = Drop(Useless.STALE, "it comes from nobody who may push")
+from ps.weighing import Weighing
 
 
 @dataclass
-class Coordinator(Course):
+class Coordinator(Weighing):
     """Decides at each event what is to be done, for whom we wait, and when a wait has lasted too long."""
 
     # ---- events: who is there ------------------------------------------------------------------------
@@ -307,55 +305,6 @@ class Coordinator(Course):
         if self._weighs_examples and push.labels != self.open_round.answers[member.rank].labels:
             return "its labels are not those of its logits"
         return problem
-
-    # ---- events: logits, where each example is weighed -----------------------------------------------
-
-    def logits_begin(self, session: SessionId, logits: Logits) -> Take | Drop:
-        """The header of a member's logits is here; decide where they go."""
-        member = self.registry.of(session)
-        if member is None:
-            return OF_NOBODY
-        untimely = self._untimely(member, logits)
-        if untimely is not None:
-            return untimely
-        if self._has_weights(member, logits):  # as they were computed before: who started again computes the same
-            return Drop(None)
-        if self._in_round(member) or self.open_round.weighed is not None:
-            return self._not_in_round(member)
-        return Take(member.rank)
-
-    def _has_weights(self, member: Member, message: Push | Logits) -> bool:
-        """Say whether the examples of a member have been weighed in the round that a message is of."""
-        weighed = self.open_round.weighed
-        is_open = self.phase is Phase.RUNNING and message.step == self.step
-        return is_open and weighed is not None and member.rank in weighed and not self._in_round(member)
-
-    def _not_in_round(self, member: Member) -> Drop:
-        reason = f"{member.label} takes no part in round {self.step}, which is under way"
-        return Drop(Useless.STALE, reason, min_step=self.step + 1)
-
-    def logits_arrived(self, session: SessionId, logits: Logits, problem: str, now: float) -> list[Instruction]:
-        """A member's logits are complete; `problem` says why they cannot be used, or is empty."""
-        member = self.registry.of(session)
-        if member is None:
-            return []  # its connection was replaced while the payload came in: the newcomer speaks for the rank
-        too_late = self._too_late(member, logits)
-        if too_late is not None or self._in_round(member):
-            if too_late is not None and self.policy.leaves_out:
-                return list(self._forget(member, logits, too_late, now))  # its round has closed without it
-            return []
-        if self._has_weights(member, logits):
-            return [SendWeights(session, member.rank, logits.seq)]
-        if self.open_round.weighed is not None:  # it goes on without it
-            return list(self._forget(member, logits, self._not_in_round(member), now))
-        self.last_push_at = now
-        if self.open_round.began is None:
-            self.open_round.began = now
-        answer = Answer(session, logits.seq, logits.labels)
-        told = list(self._refuse_answer(member, answer, problem, now)) if problem else []
-        if not problem:
-            self.open_round.answers[member.rank] = answer
-        return [*told, *self._weigh_if_complete(now)]
 
     # ---- events: time, and the end from outside ------------------------------------------------------
 

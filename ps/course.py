@@ -1,9 +1,8 @@
 """The state of a run, and what all its events share: who is answered, when rounds close, how the run ends.
 
-Pure, as is `ps.coordinator`, which makes it whole with the events themselves.
+Pure, as are `ps.weighing` and `ps.coordinator`, which make it whole with the events themselves.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,14 +17,14 @@ from ps.instructions import (
     Finish,
     Instruction,
     Reply,
-    SendWeights,
     SkipRound,
     Useless,
-    WeighAnswers,
 )
 from ps.members import Member, Registry, SessionId
 from ps.policy import Phase, RunPolicy
-from ps.rounds import Answer, OpenRound, may_close, other_labels, refusals
+from ps.rounds import OpenRound, may_close, other_labels, refusals
+
+OF_NOBODY = Drop(Useless.STALE, "it comes from nobody who may push")
 
 MAX_VOID_ROUNDS = 10
 """So many rounds in a row with nothing to apply end the run as diverged."""
@@ -228,6 +227,10 @@ class Course:
             if not (m.finished or m.excused or m.rank in self.open_round.references)
         ]
 
+    @property
+    def _weighs_examples(self) -> bool:
+        return self.policy.weighting is Weighting.SAMPLE
+
     def present(self) -> set[int]:
         """Return the ranks that have done what the open round asks for now: pushed, or shown their answers."""
         there = set(self.open_round.pushes)
@@ -318,40 +321,6 @@ class Course:
         for rank, reason in other_labels(digests).items():
             pushes[rank] = replace(pushes[rank], refused=reason)
             yield self._refuse(self.registry.members[rank], pushes[rank])
-
-    # ---- when the examples of a round are weighed ----------------------------------------------------
-
-    @property
-    def _weighs_examples(self) -> bool:
-        return self.policy.weighting is Weighting.SAMPLE
-
-    def _weigh_if_complete(self, now: float) -> Iterator[Instruction]:
-        """Weigh the answers once those of all ranks are here that have not left on purpose."""
-        known = self.open_round
-        if not self._weighs_examples or known.weighed is not None or self.phase is not Phase.RUNNING:
-            return
-        there = frozenset(known.answers) | frozenset(known.pushes)
-        if not there or not frozenset(attendance.awaited(self)) <= there:
-            return
-        digests = {rank: answer.labels for rank, answer in known.answers.items()}
-        for rank, reason in other_labels(digests).items():
-            yield from self._refuse_answer(self.registry.members[rank], known.answers[rank], reason, now)
-        if not known.answers:
-            yield from self._close_if_complete(now)
-            return
-        known.weighed, known.began = frozenset(known.answers), now
-        yield WeighAnswers(self.step, tuple(sorted(known.answers)))
-        for rank, answer in sorted(known.answers.items()):
-            yield SendWeights(answer.session, rank, answer.seq)
-
-    def _refuse_answer(self, member: Member, answer: Answer, reason: str, now: float) -> Iterator[Instruction]:
-        """Count a member that cannot be weighed as present in this round, with weight 0."""
-        self.open_round.answers.pop(member.rank, None)
-        refused = Contribution(
-            member.rank, answer.session, answer.seq, None, None, 0, math.inf, reason, answer.labels
-        )
-        self.open_round.take(refused, False, now)
-        yield self._refuse(member, refused)
 
     # ---- how it ends ---------------------------------------------------------------------------------
 

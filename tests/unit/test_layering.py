@@ -38,7 +38,7 @@ IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}
 
 COORDINATION = {
     *("attendance", "coordinator", "course", "course_state", "instructions", "members", "policy", "rounds"),
-    *("validation", "waits"),
+    *("validation", "waits", "weighing"),
 }
 PURE = COORDINATION | {
     *(
