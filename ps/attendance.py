@@ -84,6 +84,17 @@ def slowest(run: "Course") -> int | None:
     return min((members[rank].clock for rank in attending(run)), default=None)
 
 
+def clock_of_newcomers(run: "Course") -> int:
+    """Return the number of pushes at which a rank begins that joins or returns, at least.
+
+    It is that of the slowest who attends. Where nobody does, all were lost: then the fastest of them, who may return
+    too, must not be further ahead than the bound allows.
+    """
+    clocks = [member.clock for member in run.registry.members.values()]
+    least = slowest(run)
+    return max(0, max(clocks, default=0) - run.policy.ssp_bound) if least is None else least
+
+
 def must_wait(run: "Course", member: Member) -> bool:
     """Say whether a rank's next push would put it further ahead of the slowest one than the bound allows.
 

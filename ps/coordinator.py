@@ -40,7 +40,7 @@ class Coordinator(Weighing):
         before = self.registry.member(who.role, granted.rank)
         returns = before is not None and before.session is None
         is_new = before is None or before.incarnation != who.incarnation
-        least = attendance.slowest(self)
+        least = attendance.clock_of_newcomers(self)
         were_too_few = attendance.decisive_loss(self) is not None
         software = before.software if before is not None else ""
         member = self.registry.bind(session, who, granted, threads, now)
@@ -55,7 +55,7 @@ class Coordinator(Weighing):
         if software and who.software and software != who.software:
             self.has_changed = f"{member.label} computes on {who.software}, and before on {software}"
             told.append(Announce(f"{self.has_changed}: the last bits may differ", warning=True))
-        member.clock = max(member.clock, least or 0)
+        member.clock = max(member.clock, least)
         if (
             were_too_few and attendance.decisive_loss(self) is None
         ):  # that wait is over: who is here may take its time

@@ -323,6 +323,19 @@ def test_a_repeated_push_is_applied_once():
 # ---- ssp -----------------------------------------------------------------------------------------------
 
 
+def test_who_returns_when_all_were_lost_begins_within_the_bound_of_the_fastest():
+    run, zero, one = running(steps=99, ssp_bound=2, **SSP)
+    run.lose(one)
+    for _ in range(5):
+        run.push(zero)
+    run.lose(zero)
+    members = run.coordinator.registry.members
+    run.join(one)
+    assert members[1].clock == 5 - 2
+    run.join(zero)
+    assert members[0].clock == 5
+
+
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_a_rank_is_never_further_ahead_than_the_bound(bound):
     run, zero, one = running(steps=99, ssp_bound=bound, **SSP)

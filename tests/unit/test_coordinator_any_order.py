@@ -47,6 +47,7 @@ class AnyRun(RuleBasedStateMachine):
         self.evaluator = Client(-1, Role.EVALUATOR)
         self.counted = set()
         self.waiting = {}  # session: seq that its next reply must carry
+        self.repeated = {}  # session: seq that was pushed once more while it was waited for: it may be answered twice
         self.on_its_way = {}  # session: push whose payload is not complete, and what was decided of it
         self.seen = 0
         self.last_step = 0
@@ -66,6 +67,7 @@ class AnyRun(RuleBasedStateMachine):
 
     def cut(self, client):
         self.waiting.pop(client.session, None)
+        self.repeated.pop(client.session, None)
         return self.on_its_way.pop(client.session, None)
 
     @rule(rank=st.integers(-1, 2), new=st.booleans())
@@ -112,6 +114,8 @@ class AnyRun(RuleBasedStateMachine):
         may = self.is_idle(client) or (client.session is not None and repeat)
         if not may or client.session in self.on_its_way:
             return
+        if repeat and client.session in self.waiting:
+            self.repeated[client.session] = client.seq
         self.waiting[client.session] = client.seq if repeat else client.seq + 1
         step = max(0, self.run.coordinator.step + ahead)
         push, decided = self.run.begin(client, step, EPOCH - old_epoch, client.seq if repeat else None, loss)
@@ -214,7 +218,10 @@ class AnyRun(RuleBasedStateMachine):
                 assert not self.counted & {(step, rank) for rank in ranks}
                 self.counted |= {(step, rank) for rank in ranks}
             case Reply(session, seq):
-                assert self.waiting.pop(session) == seq, "one answer, to what was asked"
+                asked = self.waiting.pop(session, None)
+                if asked is None:
+                    asked = self.repeated.pop(session)
+                assert asked == seq, "one answer, to what was asked"
                 assert self.run.coordinator.has_values
                 client = self.run.by_session[session]
                 present = self.run.coordinator.open_round.pushes
