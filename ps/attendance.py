@@ -87,8 +87,8 @@ def slowest(run: "Course") -> int | None:
 def clock_of_newcomers(run: "Course") -> int:
     """Return the number of pushes at which a rank begins that joins or returns, at least.
 
-    It is that of the slowest who attends. Where nobody does, all were lost: then the fastest of them, who may return
-    too, must not be further ahead than the bound allows.
+    It is that of the slowest who attends. Where nobody does, all were lost: then the fastest of them, who may
+    return too, must not be further ahead than the bound allows.
     """
     clocks = [member.clock for member in run.registry.members.values()]
     least = slowest(run)

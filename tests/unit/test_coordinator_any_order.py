@@ -47,7 +47,7 @@ class AnyRun(RuleBasedStateMachine):
         self.evaluator = Client(-1, Role.EVALUATOR)
         self.counted = set()
         self.waiting = {}  # session: seq that its next reply must carry
-        self.repeated = {}  # session: seq that was pushed once more while it was waited for: it may be answered twice
+        self.repeated = {}  # session: seq that was pushed again while waited for: may be answered twice
         self.on_its_way = {}  # session: push whose payload is not complete, and what was decided of it
         self.seen = 0
         self.last_step = 0
