@@ -61,6 +61,7 @@ class Agreement:
         self._initial_values = initial_values
         self._lock = lock
         self._cannot_hold = cannot_hold
+        self._origin = ""
 
     @property
     def is_settled(self) -> bool:
@@ -84,7 +85,7 @@ class Agreement:
             Refused: other variables, a dtype that cannot be served, too many bytes, or a role that has no place.
         """
         if self._ensemble is None:
-            self._agree(Manifest.from_wire(offer.manifest))
+            self._agree(Manifest.from_wire(offer.manifest), who)
         elif who.role is not Role.WORKER:
             raise Refused(
                 RefusalCode.MANIFEST,
@@ -126,16 +127,20 @@ class Agreement:
         slots = self._config.ranks + self._config.validator_slots
         self.receivers = tuple(store.receiver(slot) for slot in range(slots))
 
-    def _agree(self, manifest: Manifest) -> None:
+    def _agree(self, manifest: Manifest, who: Identity) -> None:
         """Agree on the variables: the first worker's offer defines them, every other must be the same."""
         with self._lock:
             if self.store is None:
                 self._hold(self._make_store(manifest))
+                self._origin = (
+                    f"; the server has those of {who.name or 'a worker'} on {who.host}, who came first: "
+                    "if these are the wrong ones, start the server again"
+                )
                 return
         try:
             self.store.layout.manifest.check_same_variables(manifest, "the server", "the worker")
         except ManifestMismatch as error:
-            raise Refused(RefusalCode.MANIFEST, str(error)) from error
+            raise Refused(RefusalCode.MANIFEST, f"{error}{self._origin}") from error
 
     def _make_store(self, manifest: Manifest) -> Store:
         if not manifest.variables:
