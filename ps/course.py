@@ -327,7 +327,9 @@ class Course:
     def _drained(self, now: float) -> Iterator[Instruction]:
         missing = attendance.without_goodbye(self)
         judges = self.registry.live_validators()
-        over = now - self.phase_began >= self.policy.drain_timeout_s
+        # After a restart at the end nobody is known to have heard of it, and who comes has yet to load its model.
+        patience_s = self.policy.rejoin_timeout_s if self.began_at_end else self.policy.drain_timeout_s
+        over = now - self.phase_began >= patience_s
         if (missing or judges or self.registry.evaluators or self.evaluator_missing()) and not over:
             return
         yield from self._done()

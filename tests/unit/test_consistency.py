@@ -597,7 +597,7 @@ def test_a_run_restored_at_its_end_waits_but_a_while_for_those_who_may_not_have_
     again.join(zero)
     assert len(replies(again.pull(zero))) == 1
     again.bye(zero)
-    again.wait(again.policy.drain_timeout_s - 0.1)
+    again.wait(again.policy.rejoin_timeout_s - 0.1)
     assert again.finish is None
     again.wait(0.1)
     assert again.finish == Finish(Status.DONE, "")
