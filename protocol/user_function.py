@@ -7,10 +7,11 @@ so that it may import its neighbours and they can hide nothing of ours.
 
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,12 +36,14 @@ class UserFunction:
         option: the option that named it, such as `--dataset`.
         path: the file, absolute.
         function: what it is called by.
+        arguments: how it must be callable, as in `data_dir`, for messages; empty: not said.
     """
 
     spec: str
     option: str
     path: Path
     function: Callable[..., Any]
+    arguments: str = ""
 
     @property
     def who(self) -> str:
@@ -58,7 +61,30 @@ class UserFunction:
         except Interrupted:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigurationError(f"{self.who} failed with {_reason(error, self.path)}") from error
+            hint = signature_hint(self.function, self.spec.rpartition(":")[2], arguments, self.arguments)
+            raise ConfigurationError(f"{self.who} failed with {_reason(error, self.path)}{hint}") from error
+
+
+def signature_hint(function: Callable[..., Any], name: str, given: Sequence[object], arguments: str) -> str:
+    """Return how a function must be callable, as a clause for the end of a message; nothing if it is.
+
+    Args:
+        function: that raised.
+        name: it is called by in its file.
+        given: what it was called with.
+        arguments: their names, as in `features, labels, training`; empty: nothing is said.
+    """
+    if not arguments:
+        return ""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C do not say
+        return ""
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return f"; it must be `{name}({arguments})`"
+    return ""
 
 
 def locate(spec: str, option: str) -> tuple[Path, str]:
@@ -80,12 +106,13 @@ def locate(spec: str, option: str) -> tuple[Path, str]:
     return path, name
 
 
-def load_user_function(spec: str, option: str) -> UserFunction:
+def load_user_function(spec: str, option: str, arguments: str = "") -> UserFunction:
     """Import a user's file and return one function of it.
 
     Args:
         spec: `file.py:function`; a relative path is relative to the current folder.
         option: the option that named it, for messages.
+        arguments: how it must be callable, as in `data_dir`, for messages.
 
     Raises:
         ConfigurationError: the spec is incomplete, there is no such file or function, or the file raised.
@@ -95,7 +122,7 @@ def load_user_function(spec: str, option: str) -> UserFunction:
     if not callable(function):
         has = "has no function" if function is None else "has something else called"
         raise ConfigurationError(f"{option} {spec} cannot be used, because {path} {has} {name!r}")
-    return UserFunction(spec, option, path, function)
+    return UserFunction(spec, option, path, function, arguments)
 
 
 def _import_file(path: Path, what: str) -> ModuleType:

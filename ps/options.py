@@ -233,7 +233,11 @@ OPTION_GROUPS = (
     ),
     cloup.option_group(
         "Time-outs",
-        _seconds("gather_timeout", "--workers auto: begin when no further worker has come for so long"),
+        _seconds(
+            "gather_timeout",
+            "--workers auto: begin when no further worker has come for so long; with a number of --workers it has "
+            "no effect",
+        ),
         _seconds("start_timeout", "Wait for the workers before round 0"),
         _seconds("round_timeout", "Wait for a round's last push, from its first"),
         _seconds("rejoin_timeout", "Wait for the return of a lost worker"),
@@ -247,7 +251,8 @@ OPTION_GROUPS = (
         _option("checkpoint_dir", "Directory of the checkpoints", unset="none kept", metavar="DIR"),
         _option(
             "checkpoint_every",
-            "Steps from one checkpoint to the next; with 1 workers get no values that are not on the disk",
+            "Steps from one checkpoint to the next; with 1 workers get no values that are not on the disk, unless "
+            "it cannot be written, which is warned of",
             metavar="N",
         ),
         _option("keep", "Newest checkpoints that stay", metavar="N"),

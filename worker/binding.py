@@ -30,7 +30,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
 from protocol.errors import ConfigurationError, WeighmasterError
 from protocol.tensors import FLOATING
-from protocol.user_function import shortened
+from protocol.user_function import shortened, signature_hint
 from worker.definitions import Model
 
 BuildFunction = Callable[[Any, Any, bool], Model]
@@ -328,8 +328,10 @@ def _call(build: BuildFunction, features: Any, labels: Any, training: bool) -> M
         raise
     except (Exception, SystemExit) as error:
         text = user_complaint(error) or "no message"
+        signature = signature_hint(build, name, (features, labels, training), "features, labels, training")
         raise ConfigurationError(
-            f"the build function {name!r} raised {type(error).__name__}: {text}{_where(build, error)}{_hint(text)}"
+            f"the build function {name!r} raised {type(error).__name__}: {text}{_where(build, error)}"
+            f"{_hint(text)}{signature}"
         ) from error
     if not isinstance(model, Model):
         raise ConfigurationError(

@@ -89,7 +89,7 @@ def _npz_path(file: str, data_dir: Path | None) -> Path:
 
 
 def _call_user(spec: str, data_dir: Path | None) -> Dataset:
-    dataset = load_user_function(spec, "--dataset")(data_dir)
+    dataset = load_user_function(spec, "--dataset", "data_dir")(data_dir)
     if not isinstance(dataset, Dataset):
         raise ConfigurationError(
             f"--dataset {spec} returned {'None' if dataset is None else f'a {type(dataset).__name__}'} instead of "

@@ -1,5 +1,6 @@
 """What a worker's process does once its options are known: data, model, and its part in the run."""
 
+import math
 import os
 import platform
 import sys
@@ -20,7 +21,7 @@ from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, Role, Side, Welcome
 from protocol.tensors import Layout
 from protocol.tokens import parse_grants, read_secret
-from protocol.user_function import shortened
+from protocol.user_function import locate, shortened
 from worker.batches import Shard, TrustedBatches, gather
 from worker.client import Server, Update
 from worker.config import DEFAULT_BATCH_SIZE, MODELS, WorkerConfig, default_of
@@ -62,6 +63,8 @@ def load_data(config: WorkerConfig) -> Dataset:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if config.legacy_keras:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    if config.model not in MODELS:
+        locate(config.model, "--model")  # a wrong path is told before seconds go by for the data and TensorFlow
     if config.fault is not None:
         _say(f"MISBEHAVING ON PURPOSE (--fault {config.fault}): this worker {parse_fault(config.fault).does}")
     if config.inject:
@@ -315,7 +318,7 @@ def try_out(job: Job) -> str:
     """Compute one batch without a server, as this role would; return what came of it, in words.
 
     Raises:
-        ConfigurationError: it fails; it would have failed in the first step of the run.
+        ConfigurationError: it fails, or is not finite; it would have been refused in the first step of the run.
     """
     from worker import graph
 
@@ -334,7 +337,27 @@ def try_out(job: Job) -> str:
     features, labels = gather(job.dataset, _first_batch(job, seed, rank))
     computed = trainer.compute(arena.buffer, features, labels, (seed, rank, 0))
     trainer.close()
+    _check_finite(computed, arena)
     return f"a batch of {computed.examples:,} was computed at the initial values: loss {computed.loss:.4f}"
+
+
+def _check_finite(computed: "graph.Gradients", arena: Arena) -> None:
+    """Refuse a first step that the server would refuse; the arena is written over.
+
+    Raises:
+        ConfigurationError: naming the loss, and the first variable whose gradient is not finite.
+    """
+    what = f"the first batch has loss {computed.loss:.4f} at the initial values"
+    cure = "look at the initialisers, the features and the loss function"
+    if not math.isfinite(computed.loss):
+        raise ConfigurationError(f"{what}, which is not finite, so that the server would refuse it: {cure}")
+    arena.buffer[:] = np.frombuffer(b"".join(computed.buffers), np.uint8)[: arena.buffer.size]
+    for name, pushed in arena.views().items():
+        if pushed.dtype.kind == "f" and not np.isfinite(pushed).all():
+            raise ConfigurationError(
+                f"{what}, but the gradient of variable {name!r} holds NaN or infinity, which the server would "
+                f"refuse: {cure}"
+            )
 
 
 def _first_batch(job: Job, seed: int, rank: int) -> NDArray[np.int64]:

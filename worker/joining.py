@@ -14,6 +14,7 @@ from protocol.errors import ConfigurationError
 from protocol.injection import Plan
 from protocol.injector import Faults
 from protocol.messages import AUTO_RANK, Role, Side
+from protocol.proof import check_token
 from protocol.tensors import Manifest
 from worker.client import Server
 from worker.reconnect import ClientConfig
@@ -50,7 +51,7 @@ def connect(
         name: who this is; default host and rank.
         role: `worker`; `validator`, whose gradients on trusted data are references by which the server judges those
             of the workers and are never applied; or `evaluator`, which pulls and reports and is never waited for.
-        token: shared secret, if the server asks for one.
+        token: shared secret, if the server asks for one; the text of a token file with one line will do.
         tls_ca: file of the authority that the server's certificate must be of; turns TLS on.
         tls_fingerprint: SHA-256 of the server's certificate instead, in hexadecimal; turns TLS on.
         tls_cert: certificate file of this client, if the server asks for one.
@@ -70,8 +71,8 @@ def connect(
     Raises:
         PeerLost: nobody answered in time.
         Refused: the server said no; never retried.
-        ConfigurationError: the address, or a fault, cannot be understood, a file of TLS cannot be used, or another
-            argument is beyond what the protocol allows.
+        ConfigurationError: the address, the token or a fault cannot be understood, a file of TLS cannot be used, or
+            another argument is beyond what the protocol allows.
     """
     plan = Plan.parse([] if inject is None else [inject], Side.WORKER)
     if plan.announcement:
@@ -89,7 +90,7 @@ def connect(
             rank=AUTO_RANK if rank is None else rank,
             name=name,
             role=known_role,
-            token=token,
+            token=None if token is None else _secret(token),
             tls=_client_tls(tls_fingerprint, tls_ca, tls_cert, tls_key),
             threads=threads,
             seed=seed,
@@ -108,3 +109,13 @@ def _client_tls(fingerprint: str | None, *files: str | Path | None) -> ClientTls
     if (fingerprint, authority, certificate, key) == (None,) * 4:
         return None
     return ClientTls(authority, None if fingerprint is None else parse_fingerprint(fingerprint), certificate, key)
+
+
+def _secret(text: str) -> str:
+    """Return the token of a text: the token alone, or a token file's one line, of which it is the last field."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if len(lines) != 1 or len(lines[0]) not in (1, 4) or not lines[0][-1].isascii():
+        raise ConfigurationError(
+            "the token must be printable ASCII without blanks; give the last field of its line in the token file"
+        )
+    return check_token(lines[0][-1], "this worker's arguments").decode("ascii")

@@ -8,9 +8,12 @@ from numpy.typing import NDArray
 
 from protocol.arena import check_array
 from protocol.errors import ManifestMismatch
-from protocol.tensors import Layout
+from protocol.tensors import Layout, SideSpec, VariableSpec
 
 Buffers = Sequence[memoryview | bytes]
+
+_CASTABLE = ("float16", "float32", "float64")
+"""Floating dtypes that NumPy has by itself."""
 
 
 class Scatter:
@@ -38,7 +41,7 @@ class Scatter:
             if name not in gradients:
                 raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
             gradient = np.asarray(gradients[name])
-            check_array(spec, gradient)
+            _check(spec, gradient)
             if gradient.size:
                 if not gradient.dtype.isnative:
                     gradient = gradient.astype(gradient.dtype.newbyteorder())
@@ -46,3 +49,13 @@ class Scatter:
             if gap:
                 buffers.append(gap)
         return buffers
+
+
+def _check(spec: VariableSpec | SideSpec, gradient: NDArray[Any]) -> None:
+    try:
+        check_array(spec, gradient)
+    except ManifestMismatch as error:
+        # NumPy computes in float64 unless it is told otherwise, so this is what goes wrong first.
+        is_other = spec.dtype in _CASTABLE and gradient.dtype.kind == "f" and gradient.dtype.name != spec.dtype
+        hint = f"; `.astype(numpy.{spec.dtype})` converts it" if is_other else ""
+        raise ManifestMismatch(f"{error}{hint}") from error

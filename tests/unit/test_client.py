@@ -820,7 +820,10 @@ def test_a_message_that_no_client_expects_is_an_error_and_not_a_hang():
 # ---- proof and agreement -------------------------------------------------------------------------------
 
 
-def test_both_sides_prove_that_they_hold_the_token():
+@pytest.mark.parametrize(
+    "given", [TOKEN, f" {TOKEN}\n", f"* worker * {TOKEN}\n", f"# mine\n\nsite-0 worker 0 {TOKEN}\r\n"]
+)
+def test_both_sides_prove_that_they_hold_the_token(given):
     def script(peer):
         hello = peer.challenges(token_required=True).hello
         proof = peer.hears(Proof)
@@ -831,8 +834,15 @@ def test_both_sides_prove_that_they_hold_the_token():
         peer.greet()
         peer.hears(Bye)
 
-    with ScriptedServer(script) as scripted, join(scripted, token=TOKEN):
+    with ScriptedServer(script) as scripted, join(scripted, token=given):
         pass
+
+
+@pytest.mark.parametrize("given", ["", f"{TOKEN} {TOKEN}", f"{TOKEN}\n{TOKEN}\n", f"* worker * {TOKEN}ä"])
+def test_a_token_that_is_something_else_is_refused_before_anybody_is_called(given):
+    with pytest.raises(ConfigurationError, match="give the last field of its line in the token file") as caught:
+        connect("127.0.0.1:1", VARIABLES, state=["count"], token=given)
+    assert TOKEN not in str(caught.value)
 
 
 def test_a_server_that_reflects_the_proof_is_refused():
@@ -922,7 +932,11 @@ def test_a_push_before_the_first_pull_is_our_own_mistake():
         ({"w": None}, "the gradient of variable 'w' is missing"),
         ({"x": np.zeros(1, np.float32)}, "variable 'x' is not in the manifest"),
         ({"w": np.zeros((5, 1), np.float32)}, r"'w' must be float32 \[5\], not float32 \[5, 1\]"),
-        ({"w": np.zeros(5, np.float64)}, r"'w' must be float32 \[5\], not float64 \[5\]"),
+        (
+            {"w": np.zeros(5, np.float64)},
+            r"'w' must be float32 \[5\], not float64 \[5\]; `\.astype\(numpy\.float32\)` converts it",
+        ),
+        ({"w": np.zeros(5, np.int64)}, r"'w' must be float32 \[5\], not int64 \[5\]$"),
         ({"count": np.array(1.0, np.float32)}, r"'count' must be int64 \[\], not float32"),
     ],
 )

@@ -718,7 +718,11 @@ BAD_FILES = {
         "load",
         "failed with ModuleNotFoundError at line 2: No module named",
     ),
-    "takes nothing": ("def load(): pass", "load", "failed with TypeError: load() takes 0 positional arguments"),
+    "takes nothing": (
+        "def load(): pass",
+        "load",
+        "failed with TypeError: load() takes 0 positional arguments but 1 was given; it must be `load(data_dir)`",
+    ),
     "returns nothing": ("def load(data_dir): pass", "load", "returned None instead of worker.Dataset("),
     "returns a tuple": ("def load(data_dir): return 1, 2", "load", "returned a tuple instead of worker.Dataset("),
 }

@@ -6,7 +6,7 @@ import pytest
 from protocol.errors import ConfigurationError
 from worker import Dataset
 from worker.config import WorkerConfig
-from worker.job import prepare, print_plan, try_out
+from worker.job import load_data, prepare, print_plan, try_out
 
 MODEL = """
 import tensorflow as tf
@@ -33,6 +33,15 @@ def fails_in_evaluation(features, labels, training):
 
 def of_four(features, labels, training):
     return worker.Model(loss=_loss(tf.ensure_shape(features, [4, 2]), labels, 3))
+
+
+def infinite_loss(features, labels, training):
+    return worker.Model(loss=_loss(features, labels, 3) - tf.math.log(tf.zeros([])))
+
+
+def infinite_gradient(features, labels, training):
+    bias = tf.compat.v1.get_variable("bias", [2], initializer=tf.compat.v1.zeros_initializer())
+    return worker.Model(loss=_loss(features, labels, 3) + tf.reduce_sum(tf.sqrt(bias)))
 
 
 def no_start(features, labels, training):
@@ -81,6 +90,12 @@ def test_each_role_computes_a_batch_of_its_own(job_of, options, says, capsys):
         ("fails_in_evaluation", {"role": "evaluator"}, "TensorFlow failed while evaluating .*40,2"),
         ("of_four", {}, "TensorFlow failed while computing step 0"),
         ("no_start", {}, "TensorFlow failed while initialising"),
+        ("infinite_loss", {}, "the first batch has loss inf at the initial values, which is not finite"),
+        (
+            "infinite_gradient",
+            {"role": "validator"},
+            r"loss \d.*, but the gradient of variable 'bias' holds NaN or",
+        ),
         ("good", {"batch_size": 33}, "a batch of 33 is larger than"),
         ("good", {"role": "validator", "batch_size": 9}, "a validator's batch cannot have 9 examples"),
     ],
@@ -106,3 +121,20 @@ def test_an_option_of_evaluators_is_refused_to_a_worker_that_can_be_no_member(jo
     with pytest.raises(ConfigurationError, match="--evaluate-every works only with --role evaluator"):
         job_of("good", evaluate_every=5)
     job_of("good", evaluate_every=5, role="evaluator")
+
+
+def test_a_model_whose_file_is_missing_is_refused_before_data_and_tensorflow_are_loaded(tmp_path):
+    config = WorkerConfig(model=f"{tmp_path}/none.py:build", dataset=f"npz:{tmp_path}/none.npz")
+    with pytest.raises(ConfigurationError, match=r"--model .* because there is no file .*none\.py"):
+        load_data(config)
+
+
+def test_a_build_function_that_cannot_be_called_is_told_how_it_would_be(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("def build(): pass\n\ndef inside(features, labels, training): return len()\n")
+    features, labels = np.ones((40, 2), np.float32), np.zeros(40, np.int32)
+    for function, is_told in (("build", True), ("inside", False)):
+        config = WorkerConfig(model=f"{path}:{function}", threads=1)
+        with pytest.raises(ConfigurationError, match="raised TypeError") as caught:
+            prepare(config, Dataset(features, labels, features, labels))
+        assert ("it must be `build(features, labels, training)`" in str(caught.value)) is is_told
