@@ -2,19 +2,17 @@
 
 import os
 import threading
-from collections import deque
 from typing import TextIO
 
 from tqdm import tqdm
+
+from ps.pace import Pace
 
 REDRAW_S = 0.1
 """Shortest time between two drawings of the live line: faster than the eye needs."""
 
 PLAIN_LINE_S = 5.0
 """Shortest time between two plain lines: a log of a long run stays readable."""
-
-RATE_SAMPLES = 30
-"""The time left is reckoned from the last samples of the step, a second or more apart, not from the start."""
 
 UNKNOWN_WIDTH = 120
 """Columns to use on a terminal that does not tell its width."""
@@ -46,7 +44,7 @@ class Console:
         self._total_steps = total_steps
         self._stream = stream
         self._lock = threading.Lock()
-        self._samples: deque[tuple[float, int]] = deque(maxlen=RATE_SAMPLES)
+        self._pace = Pace(total_steps)
         self._shown_s: float | None = None
         self._shown = self._latest = ""
         self._broken = False
@@ -74,8 +72,7 @@ class Console:
             now_s: a monotonic clock, in seconds.
         """
         with self._lock:
-            if not self._samples or now_s - self._samples[-1][0] >= 1.0:
-                self._samples.append((now_s, step))
+            self._pace.at(step, now_s)
             pause_s = PLAIN_LINE_S if self._line is None else REDRAW_S
             due = self._shown_s is None or now_s - self._shown_s >= pause_s
             parts = [f"step {step}/{self._total_steps}"]
@@ -85,8 +82,8 @@ class Console:
                 parts.append(f"test accuracy {test_accuracy:.3f}")
             if examples_per_s:
                 parts.append(f"{examples_per_s:,.0f} examples/s")
-            left_s = self._left_s(step, now_s)
-            if left_s is not None:
+            left_s = self._pace.left_s(step, now_s)
+            if left_s is not None and step < self._total_steps:
                 parts.append(f"{_duration(left_s)} left")
             self._latest = "  ".join(parts)
             if due:
@@ -110,12 +107,6 @@ class Console:
                 except OSError:
                     self._break()
             self._line = None
-
-    def _left_s(self, step: int, now_s: float) -> float | None:
-        then_s, then_step = self._samples[0]
-        if step <= then_step or step >= self._total_steps or now_s <= then_s:
-            return None
-        return (self._total_steps - step) * (now_s - then_s) / (step - then_step)
 
     def _show(self) -> None:
         self._shown = self._latest

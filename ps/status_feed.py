@@ -14,6 +14,7 @@ from ps.coordinator import Coordinator
 from ps.history import HistoryView, RunHistory
 from ps.instructions import CloseRound, Contribution, SkipRound
 from ps.metrics import TestResult
+from ps.pace import Pace
 from ps.status import (
     NO_PAUSE,
     SCHEMA,
@@ -48,9 +49,6 @@ MOST_TESTS = 500
 
 MOST_PUSHERS = 1024
 """Workers of whose pushes something is remembered: as many as there can be ranks."""
-
-PACE_SAMPLES = 30
-"""The time left is reckoned from so many last samples of the step, a second apart."""
 
 SHARE_DIGITS = 3
 """Significant digits of a share: more than a colour shows."""
@@ -108,7 +106,7 @@ class StatusFeed:
         self._epoch = epoch
         self._began = began
         self._taken_at: float | None = None
-        self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_SAMPLES)
+        self._pace = Pace(config.steps)
         self._pushed: dict[str, Pushed] = {}
         self._refusals: deque[Refusal] = deque(maxlen=MOST_REFUSALS)
         self._counted: dict[tuple[int, str], int] = {}
@@ -180,8 +178,7 @@ class StatusFeed:
         self._taken_at = now
         self._follow_refusals(course)
         self._follow_tests(record.metrics.test)
-        if not self._pace or now - self._pace[-1][0] >= 1.0:
-            self._pace.append((now, course.step))
+        self._pace.at(course.step, now)
         test = record.metrics.test
         status = Status(
             schema=SCHEMA,
@@ -241,7 +238,7 @@ class StatusFeed:
             step=course.step,
             steps=course.policy.steps,
             seconds=now - self._began,
-            seconds_left=self._left_s(course, now),
+            seconds_left=self._pace.left_s(course.step, now),
             mode=config.mode,
             consistency=config.consistency,
             aggregation=config.aggregation,
@@ -255,12 +252,6 @@ class StatusFeed:
             predicted_rounds=course.predicted_rounds,
             left_out_rounds=course.left_out_rounds,
         )
-
-    def _left_s(self, course: Coordinator, now: float) -> float | None:
-        then, step = self._pace[0]
-        if course.step <= step or now <= then:
-            return None
-        return (course.policy.steps - course.step) * (now - then) / (course.step - step)
 
     def _follow_refusals(self, course: Coordinator) -> None:
         """Take note of pushes that have been counted as useless since the last time, and why."""

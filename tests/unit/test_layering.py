@@ -50,6 +50,7 @@ PURE = COORDINATION | {
         "history",
         "metrics",
         "network",
+        "pace",
         "rule",
         "schedules",
     ),
