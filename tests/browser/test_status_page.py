@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.browser import look, wait_for
 from ps.metrics import TestResult
 from tests.unit.status_run import Watched
 
@@ -48,18 +49,6 @@ def run_with_a_muted_worker(run_dir, rounds=240):
     watched.run.lose(watched.clients[3], "host-3 has not been heard of for 30 s")
     watched.run.now += 6
     return watched
-
-
-def look(driver, url, until="document.body.dataset.connection === 'live'"):
-    driver.get(url)
-    wait_for(driver, until)
-
-
-def wait_for(driver, condition):
-    """Wait until an expression is true in the page."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(driver, 30, 0.05).until(lambda page: page.execute_script(f"return {condition}"))
 
 
 def text(driver, selector):
