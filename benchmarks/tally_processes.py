@@ -19,6 +19,7 @@ def worker_command(
     pause_s: float = 0.0,
     say_s: float = 0.0,
     reconnect_timeout_s: float = 120.0,
+    longest_pause_s: float = 0.0,
 ) -> list[str]:
     """Return the command line of a process that works as some ranks.
 
@@ -29,6 +30,7 @@ def worker_command(
         pause_s: length of a step's computation.
         say_s: seconds between two lines of a rank; 0: each answer gets one.
         reconnect_timeout_s: how long to look for a lost server.
+        longest_pause_s: if it is more than `pause_s`, each step's computation takes a time drawn between the two.
     """
     values: dict[str, object] = {
         "--port": port,
@@ -38,6 +40,7 @@ def worker_command(
         "--dtype": tally.dtype,
         "--counting": tally.counting,
         "--pause": pause_s,
+        "--longest-pause": longest_pause_s,
         "--say-every": say_s,
         "--reconnect-timeout": reconnect_timeout_s,
     }

@@ -6,6 +6,7 @@ a line of JSON now and then, or for each answer; the first answer that is wrong 
 
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ class Manner:
         port: of the server on this machine.
         tally: what to push and to check.
         pause_s: length of a step's computation.
+        longest_pause_s: if it is more, lengths are drawn between the two, each ratio as likely as any other.
         say_s: seconds between two lines; 0: a line for each answer.
         reconnect_timeout_s: how long to look for a lost server.
     """
@@ -41,8 +43,13 @@ class Manner:
     port: int
     tally: Tally
     pause_s: float
+    longest_pause_s: float
     say_s: float
     reconnect_timeout_s: float
+
+    def drawn_pause_s(self, chance: random.Random) -> float:
+        """Return the length of the next computation; `pause_s` is not 0."""
+        return self.pause_s * max(1.0, self.longest_pause_s / self.pause_s) ** chance.random()
 
 
 class Voice:
@@ -66,7 +73,7 @@ def work(rank: int, manner: Manner, voice: Voice) -> None:
     """
     tally = manner.tally
     gradients = tally.gradients(rank)
-    said_at = 0.0
+    chance, said_at = random.Random(rank), 0.0
     with worker.connect(
         f"127.0.0.1:{manner.port}",
         variables=tally.initial_values(),
@@ -97,7 +104,7 @@ def work(rank: int, manner: Manner, voice: Voice) -> None:
             if update.done:
                 return
             if manner.pause_s:
-                time.sleep(manner.pause_s)
+                time.sleep(manner.drawn_pause_s(chance))
             tally.mark(gradients, update.step)
             before, pushes = own, pushes + 1
             update = server.push(gradients, loss=1.0, examples=1)
@@ -111,6 +118,7 @@ def work(rank: int, manner: Manner, voice: Voice) -> None:
 @click.option("--dtype", default="float64")
 @click.option("--counting", type=click.Choice([str(counting) for counting in Counting]), default="all")
 @click.option("--pause", default=0.0, help="Seconds that a step's computation takes.")
+@click.option("--longest-pause", default=0.0, help="If it is more, the pauses are drawn between the two.")
 @click.option("--say-every", default=0.0, help="Seconds between two lines; 0: each answer.")
 @click.option("--reconnect-timeout", default=120.0)
 def main(
@@ -121,12 +129,13 @@ def main(
     dtype: str,
     counting: str,
     pause: float,
+    longest_pause: float,
     say_every: float,
     reconnect_timeout: float,
 ) -> None:
     """Work as some ranks of a run until it is done."""
     tally = Tally(workers, parameters, Counting(counting), dtype)
-    manner = Manner(port, tally, pause, say_every, reconnect_timeout)
+    manner = Manner(port, tally, pause, longest_pause, say_every, reconnect_timeout)
     voice, mine = Voice(), [int(rank) for rank in ranks.split(",")]
     with ThreadPoolExecutor(len(mine)) as pool:
         futures = {pool.submit(work, rank, manner, voice): rank for rank in mine}
