@@ -25,7 +25,7 @@ from benchmarks.contenders import Weighmaster
 from benchmarks.processes import POLL_S, BenchmarkError
 from benchmarks.runs import Result, launched, result_of, run
 from benchmarks.workload import Workload
-from ps.checkpoint import checkpoints_in
+from ps.checkpoints.directory import checkpoints_in
 
 PERIOD = 20
 """Steps from one checkpoint to the next."""

@@ -11,10 +11,10 @@ from sklearn.datasets import load_digits
 from protocol.arena import Arena
 from protocol.ensemble import as_member
 from protocol.tensors import Layout, Manifest, VariableSpec
-from ps.ensemble import ActsOn, member_factors
-from ps.member_store import MemberStore, MemberWeights
-from ps.optimizers import Adam
-from ps.store_config import StoreConfig
+from ps.rules.ensemble import ActsOn, member_factors
+from ps.storage.member_store import MemberStore, MemberWeights
+from ps.storage.optimizers import Adam
+from ps.storage.store_config import StoreConfig
 
 WEIGHTS = (1.0, 1 / 3, 0.01)
 STEPS, BATCH, RATE, HIDDEN = 300, 32, 0.001, 64

@@ -18,7 +18,7 @@ from benchmarks.workload import Workload
 from protocol.addresses import Address
 from protocol.frame_faults import Way
 from protocol.proxy import FaultProxy
-from ps.checkpoint import CheckpointDirectory, checkpoints_in
+from ps.checkpoints.directory import CheckpointDirectory, checkpoints_in
 
 NO_END = 10**9
 LIGHT = Workload(parameters=100_000, workers=3, steps=NO_END, warmup=1)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from protocol.injector import Faults
     from protocol.tokens import Grant
     from protocol.transport import Listener
-    from ps.command_line import ExportRequest, TokenRequest
-    from ps.config import ServerConfig
-    from ps.console import Console
+    from ps.coordination.instructions import Finish
     from ps.gathering import Gathering
-    from ps.instructions import Finish
+    from ps.monitoring.console import Console
     from ps.server import ParameterServer
+    from ps.settings.command_line import ExportRequest, TokenRequest
+    from ps.settings.config import ServerConfig
 
 PROGRAM = "weighmaster-ps"
 
@@ -55,7 +55,7 @@ def serve(config: "ServerConfig") -> int:
     from protocol.injection import Plan
     from protocol.injector import Faults
     from protocol.messages import Side
-    from ps.log_format import formatter_of, open_console
+    from ps.monitoring.log_format import formatter_of, open_console
 
     global _log_format
     _log_format = config.log_format
@@ -107,8 +107,8 @@ def _prepared(config: "ServerConfig", console: "Console", faults: "Faults") -> "
     from protocol.tokens import read_grants
     from ps import outcome
     from ps.checkpointing import open_checkpoints, with_known_workers
+    from ps.monitoring.tensorboard import check_installed
     from ps.server import ParameterServer
-    from ps.tensorboard import check_installed
 
     if config.tensorboard is not None:
         check_installed()
@@ -169,7 +169,7 @@ def _serve_those_who_come(prepared: _Prepared, console: "Console") -> int:
 def _check_master(config: "ServerConfig") -> None:
     """Find a master of the user's own before workers come; it is tried when it is known for how many."""
     if config.master is not None:
-        from ps.user_network import load_user_master
+        from ps.rules.user_network import load_user_master
 
         load_user_master(config.master)
 
@@ -235,7 +235,7 @@ def _leave_results(config: "ServerConfig", server: "ParameterServer", finish: "F
 
 
 def _say_ended(config: "ServerConfig", reason: str, status: str, code: ExitCode, step: int) -> None:
-    from ps.log_format import ended
+    from ps.monitoring.log_format import ended
 
     with contextlib.suppress(OSError):  # nobody may be reading; the exit code still says it
         if config.log_format == "json":
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the result is the exit code."""
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
-    from ps.command_line import build_command, execute
+    from ps.settings.command_line import build_command, execute
 
     return execute(build_command(serve, make_token, inspect, export), arguments)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from protocol.messages import AUTO_RANK, Offer, Role, Welcome
 from ps.agreement import Agreement, check_seed
-from ps.config import ServerConfig
-from ps.coordinator import Coordinator
-from ps.course_clock import CourseClock
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.course_clock import CourseClock
+from ps.coordination.instructions import Instruction
+from ps.coordination.members import Claim, Granted, Identity
 from ps.ensemble_mode import Terms
-from ps.instructions import Instruction
-from ps.members import Claim, Granted, Identity
+from ps.settings.config import ServerConfig
 
 CarryOut = Callable[[Iterable[Instruction]], None]
 

@@ -11,11 +11,11 @@ from protocol.errors import ConfigurationError, ManifestMismatch, Refused
 from protocol.messages import Offer, RefusalCode, Role
 from protocol.tensors import Layout, Manifest
 from ps.build import make_store
-from ps.config import ServerConfig
+from ps.coordination.members import Identity
 from ps.ensemble_mode import EnsembleMode, Terms
-from ps.members import Identity
-from ps.receiver import COMPUTED, Receiver
-from ps.store import Store
+from ps.settings.config import ServerConfig
+from ps.storage.receiver import COMPUTED, Receiver
+from ps.storage.store import Store
 
 
 def check_seed(seed: int, offer: Offer) -> None:

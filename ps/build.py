@@ -12,8 +12,10 @@ from protocol.arena import Arena
 from protocol.ensemble import MODE, Weighting
 from protocol.errors import ConfigurationError, ManifestMismatch
 from protocol.tensors import Layout
-from ps import kernels, reductions
-from ps.aggregation import (
+from ps.coordination.policy import Consistency, RunPolicy
+from ps.coordination.validation import SECRET_BYTES, ValidatedRounds
+from ps.ensemble_mode import EnsembleConfig, EnsembleMode
+from ps.rules.aggregation import (
     ClippedMean,
     CosineTrust,
     Krum,
@@ -23,20 +25,18 @@ from ps.aggregation import (
     MultiKrum,
     TrimmedMean,
 )
-from ps.combinations import RULES_OF_MEANS
-from ps.config import ServerConfig
-from ps.ensemble import ActsOn, Head
-from ps.ensemble_mode import EnsembleConfig, EnsembleMode
-from ps.evidence import Evidence
-from ps.master import Master
-from ps.optimizers import SGD, Adam, AdamW, Optimizer
-from ps.policy import Consistency, RunPolicy
-from ps.rule import Rule
-from ps.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
-from ps.store import Store
-from ps.store_config import NotFinite, StoreConfig
-from ps.validation import SECRET_BYTES, ValidatedRounds
-from ps.versions import VERSIONS
+from ps.rules.ensemble import ActsOn, Head
+from ps.rules.evidence import Evidence
+from ps.rules.master import Master
+from ps.rules.rule import Rule
+from ps.settings.combinations import RULES_OF_MEANS
+from ps.settings.config import ServerConfig
+from ps.storage import kernels, reductions
+from ps.storage.optimizers import SGD, Adam, AdamW, Optimizer
+from ps.storage.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
+from ps.storage.store import Store
+from ps.storage.store_config import NotFinite, StoreConfig
+from ps.storage.versions import VERSIONS
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -65,8 +65,8 @@ def _master(config: ServerConfig) -> Rule:
     validated = config.awaited_validators > 0
     if config.master is None:
         return Master(validated, config.seed)
-    from ps.user_master import UserMaster
-    from ps.user_network import load_user_master
+    from ps.rules.user_master import UserMaster
+    from ps.rules.user_network import load_user_master
 
     function = load_user_master(config.master)
     return UserMaster(function, config.ranks, validated=validated, seed=config.seed)

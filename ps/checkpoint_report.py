@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from protocol.errors import CheckpointError, ConfigurationError
 from ps.build import size_text
-from ps.checkpoint import checkpoints_in
-from ps.checkpoint_format import MANIFEST, Listing, Snapshot, load, read_listing
+from ps.checkpoints.directory import checkpoints_in
+from ps.checkpoints.format import MANIFEST, Listing, Snapshot, load, read_listing
 from ps.outcome import export_values, write_whole
 
 FORMATS = ("npz", "safetensors")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a server, and when one is taken: between the run and `ps.checkpoint`'s files."""
+"""What a checkpoint holds of a server, and when one is taken: between the run and the files of `ps.checkpoints`."""
 
 import contextlib
 import logging
@@ -11,18 +11,18 @@ from typing import Any
 from protocol.errors import CheckpointError, ConfigurationError, ManifestMismatch
 from protocol.injector import CheckpointFaults, Faults
 from protocol.tensors import Manifest
-from ps import course_state
 from ps.agreement import Agreement
-from ps.checkpoint import CheckpointDirectory, Snapshot
-from ps.checkpoint_writer import CheckpointWriter
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot
+from ps.checkpoints.resume import check_resumable, reason_not_comparable, settings_of
+from ps.checkpoints.writer import CheckpointWriter
 from ps.closing import RoundCloser
-from ps.config import ServerConfig
-from ps.coordinator import Coordinator
+from ps.coordination import course_state
+from ps.coordination.coordinator import Coordinator
 from ps.ensemble_mode import EnsembleMode
 from ps.record import Record
-from ps.resume import check_resumable, reason_not_comparable, settings_of
-from ps.snapshots import StoreSnapshot
-from ps.store_config import NotFinite
+from ps.settings.config import ServerConfig
+from ps.storage.snapshots import StoreSnapshot
+from ps.storage.store_config import NotFinite
 
 logger = logging.getLogger("weighmaster.ps")
 

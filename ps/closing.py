@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import CheckpointError
-from ps.aggregation import Mean, clip_factors, state_factors
-from ps.geometry import Geometry, from_products, from_projections
-from ps.instructions import CloseRound, Contribution
-from ps.rule import Alarmed, Decision, Learner, Need, Remembers, RoundView, Rule, Totals
-from ps.schedules import Schedule
-from ps.store import Store
+from ps.coordination.instructions import CloseRound, Contribution
+from ps.rules.aggregation import Mean, clip_factors, state_factors
+from ps.rules.geometry import Geometry, from_products, from_projections
+from ps.rules.rule import Alarmed, Decision, Learner, Need, Remembers, RoundView, Rule, Totals
+from ps.storage.schedules import Schedule
+from ps.storage.store import Store
 
 MAX_GRAM = 8
 """Up to so many gradients all inner products are taken, also for rules that can do with a few of them."""

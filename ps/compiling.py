@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from ps.build import warm_up
-from ps.config import ServerConfig
+from ps.settings.config import ServerConfig
 
 
 class Compiling:

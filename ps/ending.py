@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from protocol.errors import ExitCode, Interrupted
 from protocol.messages import Status
 from ps.checkpointing import Checkpointing, Parts
-from ps.instructions import Finish
+from ps.coordination.instructions import Finish
 from ps.modes import Mode
-from ps.store import Store
+from ps.storage.store import Store
 
 RESUMABLE = (Status.DONE, Status.INTERRUPTED, Status.LOST, Status.NO_PROGRESS)
 """A run that ends so leaves a last checkpoint: with more steps, or more luck, another can go on from it."""

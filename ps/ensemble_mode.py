@@ -18,12 +18,12 @@ from protocol.errors import CheckpointError, ConfigurationError, LocalProtocolEr
 from protocol.messages import Kind, Offer, RefusalCode
 from protocol.tensors import SHARED, Layout, Manifest
 from protocol.user_function import UserFunction
-from ps.ensemble import ActsOn, EnsembleMaster, Floats, Head, MasterConfig, Vote, member_factors, vote
-from ps.instructions import CloseRound
-from ps.member_store import MemberStore, MemberWeights
-from ps.schedules import Schedule
-from ps.snapshots import Tensors
-from ps.store_config import NotFinite, StoreConfig
+from ps.coordination.instructions import CloseRound
+from ps.rules.ensemble import ActsOn, EnsembleMaster, Floats, Head, MasterConfig, Vote, member_factors, vote
+from ps.storage.member_store import MemberStore, MemberWeights
+from ps.storage.schedules import Schedule
+from ps.storage.snapshots import Tensors
+from ps.storage.store_config import NotFinite, StoreConfig
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -31,7 +31,7 @@ MEGABYTE = 1e6
 
 
 class Master(Protocol):
-    """What weighs answers: see `ps.ensemble.EnsembleMaster`."""
+    """What weighs answers: see `ps.rules.ensemble.EnsembleMaster`."""
 
     def weights(self, logits: Floats, present: NDArray[np.bool_]) -> Floats:
         """Return the weight of each member for each example [B, N]."""
@@ -436,7 +436,7 @@ class EnsembleMode:
 
 
 def _load(spec: str) -> UserFunction:
-    from ps.user_network import load_user_master
+    from ps.rules.user_network import load_user_master
 
     return load_user_master(spec)
 
@@ -452,7 +452,7 @@ def make_master(config: EnsembleConfig, classes: int, function: UserFunction | N
     wanted = MasterConfig(config.members, classes, config.head, config.seed, **numbers)
     if function is None:
         return EnsembleMaster(wanted)
-    from ps.user_vote import UserVote
+    from ps.rules.user_vote import UserVote
 
     return UserVote(function, wanted)
 

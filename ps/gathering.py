@@ -17,16 +17,16 @@ from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
 from protocol.tokens import Grant
 from protocol.transport import Listener
 from ps.build import policy_of
-from ps.combinations import MAX_WORKERS
 from ps.compiling import Compiling
-from ps.config import ServerConfig
-from ps.coordinator import Coordinator
-from ps.door import TICK_S, Door
-from ps.instructions import Finish
-from ps.members import Identity, SessionId
-from ps.narration import WAITING_S
+from ps.connections.door import TICK_S, Door
+from ps.connections.session import Session
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import Finish
+from ps.coordination.members import Identity, SessionId
+from ps.monitoring.narration import WAITING_S
 from ps.record import Record
-from ps.session import Session
+from ps.settings.combinations import MAX_WORKERS
+from ps.settings.config import ServerConfig
 
 if TYPE_CHECKING:
     from ps.server import ParameterServer

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ps.agreement import Agreement
 from ps.closing import Closed, RoundCloser
+from ps.coordination.instructions import CloseRound
 from ps.ensemble_mode import EnsembleMode
-from ps.instructions import CloseRound
-from ps.metrics import TestResult
-from ps.store import Store
+from ps.monitoring.metrics import TestResult
+from ps.storage.store import Store
 
 
 class Mode(Protocol):

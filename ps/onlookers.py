@@ -7,14 +7,14 @@ from ps import outcome
 from ps.build import make_schedule
 from ps.checkpointing import Checkpointing
 from ps.closing import Closed
-from ps.config import ServerConfig
-from ps.coordinator import Coordinator
-from ps.instructions import CloseRound, Finish, SkipRound
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import CloseRound, Finish, SkipRound
+from ps.monitoring.status import Pause
+from ps.monitoring.status_feed import StatusFeed, Taken
+from ps.monitoring.status_server import StatusServer
+from ps.monitoring.tensorboard import TensorBoard, weights_by_name
 from ps.record import Record
-from ps.status import Pause
-from ps.status_feed import StatusFeed, Taken
-from ps.status_server import StatusServer
-from ps.tensorboard import TensorBoard, weights_by_name
+from ps.settings.config import ServerConfig
 
 
 class Onlookers:

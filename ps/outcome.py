@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save
 
 from protocol.errors import CheckpointError, ConfigurationError
 from protocol.tensors import FLOATING
-from ps.directories import make_own_directory
-from ps.receiver import COMPUTED
-from ps.tensor_files import TAGS
+from ps.checkpoints.tensor_files import TAGS
+from ps.settings.directories import make_own_directory
+from ps.storage.receiver import COMPUTED
 
 logger = logging.getLogger("weighmaster.ps")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ps.closing import Closed, line_of
-from ps.coordinator import Coordinator
-from ps.instructions import CloseRound, SkipRound
-from ps.metrics import Metrics
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import CloseRound, SkipRound
+from ps.monitoring.metrics import Metrics
+from ps.monitoring.trust import TrustLog
 from ps.outcome import RoundLog
-from ps.rule import Explains
-from ps.trust import TrustLog
+from ps.rules.rule import Explains
 
 logger = logging.getLogger("weighmaster.ps")
 

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from protocol.messages import Values
 from ps.agreement import Agreement
 from ps.checkpointing import Checkpointing
-from ps.config import ServerConfig
-from ps.coordinator import Coordinator
-from ps.instructions import Reply
+from ps.connections.session import Session
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import Reply
 from ps.modes import Mode
-from ps.session import Session
-from ps.store import Store
-from ps.versions import Hold
+from ps.settings.config import ServerConfig
+from ps.storage.store import Store
+from ps.storage.versions import Hold
 
 HELD_UP = "it held up an update: it was too slow to take the values that it had asked for"
 """Why a reader is cut off whose version of the values is wanted for a new one."""

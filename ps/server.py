@@ -28,22 +28,19 @@ from protocol.messages import (
 )
 from protocol.tokens import Grant
 from protocol.transport import Listener
-from ps import attendance
 from ps.admission import Admissions
 from ps.agreement import Agreement
 from ps.build import make_ensemble, make_rule, make_schedule, policy_of, secret_of
-from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpointing import Checkpointing, Parts, changes_since, restore
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot
 from ps.closing import MAX_UNAPPLIED, Closed, RoundCloser
 from ps.compiling import Compiling
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.coordinator import Coordinator
-from ps.course_clock import CourseClock
-from ps.door import TICK_S, Door
-from ps.ending import Ending
-from ps.gathering import Gathering
-from ps.instructions import (
+from ps.connections.door import TICK_S, Door
+from ps.connections.session import Answered, Session
+from ps.coordination import attendance
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.course_clock import CourseClock
+from ps.coordination.instructions import (
     Announce,
     AskInitial,
     Begin,
@@ -57,19 +54,22 @@ from ps.instructions import (
     Take,
     WeighAnswers,
 )
-from ps.members import Identity
-from ps.metrics import TestResult
+from ps.coordination.members import Identity
+from ps.coordination.policy import Phase
+from ps.ending import Ending
+from ps.gathering import Gathering
 from ps.modes import MembersMode, Mode, SharedMode
-from ps.narration import Narration
+from ps.monitoring.console import Console
+from ps.monitoring.metrics import TestResult
+from ps.monitoring.narration import Narration
+from ps.monitoring.status import Pause
 from ps.onlookers import Onlookers
-from ps.policy import Phase
-from ps.receiver import PushCheck, Receiver
 from ps.record import Record
 from ps.replies import Replies
-from ps.session import Answered, Session
-from ps.status import Pause
-from ps.store import Store
-from ps.store_config import NotFinite
+from ps.settings.config import ServerConfig
+from ps.storage.receiver import PushCheck, Receiver
+from ps.storage.store import Store
+from ps.storage.store_config import NotFinite
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -493,12 +493,12 @@ class ParameterServer:
 
         1. `SharedMode.close` (ps/modes.py),
         2. `RoundCloser.close` (ps/closing.py): the rule gives each gradient its weight,
-        3. `Store.apply`, or `Store.apply_trimmed`, and `Store._close` (ps/store.py),
-        4. `update_calls` (ps/runs.py): the work is divided among threads,
-        5. the optimizer's kernel, such as `_adam` (ps/kernels.py): the formula itself.
+        3. `Store.apply`, or `Store.apply_trimmed`, and `Store._close` (ps/storage/store.py),
+        4. `update_calls` (ps/storage/runs.py): the work is divided among threads,
+        5. the optimizer's kernel, such as `_adam` (ps/storage/kernels.py): the formula itself.
 
         In an ensemble it is `MembersMode.close`; `EnsembleMode.close` (ps/ensemble_mode.py): the master weighs the
-        answers; `MemberStore.apply_members` (ps/member_store.py); then 4 and 5.
+        answers; `MemberStore.apply_members` (ps/storage/member_store.py); then 4 and 5.
         """
         return self._mode.close(closing, self._names_in(closing))
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from benchmarks.browser import NoBrowserError, browser
-from ps.status_server import StatusServer
+from ps.monitoring.status_server import StatusServer
 
 
 @pytest.fixture

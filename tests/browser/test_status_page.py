@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.browser import look, wait_for
-from ps.metrics import TestResult
+from ps.monitoring.metrics import TestResult
 from tests.unit.status_run import Watched
 
 PICTURES = os.environ.get("WEIGHMASTER_TEST_PICTURES")

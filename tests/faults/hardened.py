@@ -19,7 +19,7 @@ from protocol.messages import AUTO_RANK, Challenge, Hello, Message, Offer, Proof
 from protocol.proof import NO_PROOF
 from protocol.tensors import Layout, Manifest, VariableSpec
 from protocol.transport import connect
-from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
+from ps.connections.doorstep import MAX_UNPROVEN, MAX_WAITING
 from tests.faults.light_worker import START, gradient, value_at
 from tests.faults.runs import assert_done
 from tests.integration.processes import ServerProcess

@@ -20,7 +20,7 @@ from protocol.errors import Refused
 from protocol.frames import MAX_HEADER_MANIFEST, MAX_HEADER_UNPROVEN
 from protocol.messages import Challenge, Kind, Proof, Pull, Push, Role, ServerProof
 from protocol.proof import NO_PROOF
-from ps.doorstep import FIRST_S, FREE_FAILURES, MAX_UNPROVEN
+from ps.connections.doorstep import FIRST_S, FREE_FAILURES, MAX_UNPROVEN
 from tests.faults.hardened import (
     BEFORE,
     DURING,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.ensemble import EnsembleMaster, Head, MasterConfig
 from ps.ensemble_mode import EnsembleMode
+from ps.monitoring.console import Console
+from ps.rules.ensemble import EnsembleMaster, Head, MasterConfig
 from ps.server import ParameterServer
+from ps.settings.config import ServerConfig
 from tests.integration.processes import ROOT, Processes, as_options
 from worker.batches import Shard, gather
 

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import ps.door
+import ps.connections.door
 import worker
 from protocol.errors import NoProgress, PeerLost
 from protocol.messages import Status
-from ps.config import ServerConfig
-from ps.console import Console
+from ps.monitoring.console import Console
 from ps.server import ParameterServer
+from ps.settings.config import ServerConfig
 
 VARIABLES = {"w": np.zeros(3, np.float32)}
 PATIENCE_S = 60.0
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 @contextmanager
 def ending(tmp_path, monkeypatch, end):
     """Run a server until `end(server, address)` has ended the run, and hold it there."""
-    monkeypatch.setattr(ps.door, "FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(ps.connections.door, "FAREWELL_S", PATIENCE_S)
     config = ServerConfig(workers=1, steps=1, port=0, run_dir=tmp_path)
     server = ParameterServer(config, Console(1, io.StringIO(), interactive=False), epoch=5)
     listener = server.listen()

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import ps.session
+import ps.connections.session
 import worker
 from protocol.errors import PeerLost, Refused
 from protocol.messages import Role, Status
 from protocol.tokens import Grant
-from ps.config import ServerConfig
-from ps.console import Console
+from ps.monitoring.console import Console
 from ps.server import ParameterServer
+from ps.settings.config import ServerConfig
 from tests.unit.authority import Authority
 
 PATIENCE_S = 60.0
@@ -263,7 +263,7 @@ def test_handshakes_that_stall_hold_nobody_and_end(serving, authority, server_fi
         for stranger in stalled[::2]:
             stranger.sendall(b"\x16\x03\x01\x02\x00\x01")
         train(run.address, tls_ca=authority.file)
-    monkeypatch.setattr(ps.session, "HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(ps.connections.session, "HANDSHAKE_S", 0.01)
     with serving(server_files) as run, socket.create_connection(("127.0.0.1", run.port), PATIENCE_S) as stranger:
         stranger.sendall(b"\x16\x03\x01\x02\x00\x01")
         with contextlib.suppress(ConnectionResetError):

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from ps.checkpoint import NoFaults, Snapshot
+from ps.checkpoints.directory import NoFaults, Snapshot
 
 EPOCH = 0xFEDCBA9876543210
 

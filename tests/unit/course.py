@@ -4,10 +4,10 @@ import itertools
 from dataclasses import replace
 
 from protocol.messages import Push, Role
-from ps.coordinator import Coordinator
-from ps.instructions import Announce, Finish, Reply, Take
-from ps.members import Granted, Identity
-from ps.policy import Phase, RunPolicy
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import Announce, Finish, Reply, Take
+from ps.coordination.members import Granted, Identity
+from ps.coordination.policy import Phase, RunPolicy
 
 EPOCH = 77
 POLICY = RunPolicy(

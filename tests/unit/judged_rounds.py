@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ps.geometry import Geometry
-from ps.rule import RoundView
+from ps.rules.geometry import Geometry
+from ps.rules.rule import RoundView
 
 
 def round_view(

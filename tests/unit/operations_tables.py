@@ -12,8 +12,8 @@ import click
 import cloup
 
 from protocol.log_lines import Sentence
-from ps import command_line as ps_command
-from ps import log_events as ps_log
+from ps.monitoring import log_events as ps_log
+from ps.settings import command_line as ps_command
 from worker import command_line as worker_command
 from worker import log_format as worker_log
 

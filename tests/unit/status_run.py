@@ -1,10 +1,10 @@
 """Runs made up for the status page: a real coordinator and record, fed with events at made-up times."""
 
 from ps.closing import Closed
-from ps.config import ServerConfig
-from ps.instructions import CloseRound, SkipRound
+from ps.coordination.instructions import CloseRound, SkipRound
+from ps.monitoring.status_feed import StatusFeed
 from ps.record import Record
-from ps.status_feed import StatusFeed
+from ps.settings.config import ServerConfig
 from tests.unit.course import EPOCH, Client, Run
 
 TIME = 1_700_000_000.0

@@ -10,10 +10,10 @@ from protocol.codec import encode_header
 from protocol.errors import Refused, RemoteProtocolError
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, MAX_RANK, Hello, Offer, Role, Welcome
 from protocol.tensors import ITEM_BYTES, Kind, Manifest, VariableSpec
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.members import Granted, Identity
+from ps.coordination.members import Granted, Identity
+from ps.monitoring.console import Console
 from ps.server import ParameterServer
+from ps.settings.config import ServerConfig
 
 MAX_MODEL_BYTES = 1 << 16
 

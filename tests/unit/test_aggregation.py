@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from protocol.arena import Arena, aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import Layout, Manifest, VariableSpec
-from ps.aggregation import (
+from ps.closing import RoundCloser
+from ps.coordination.instructions import CloseRound, Contribution
+from ps.rules.aggregation import (
     LONGEST_RESCALE,
     ClippedMean,
     CosineTrust,
@@ -23,16 +25,14 @@ from ps.aggregation import (
     TrimmedMean,
     clip_factors,
 )
-from ps.closing import RoundCloser
-from ps.evidence import Evidence
-from ps.geometry import Geometry
-from ps.instructions import CloseRound, Contribution
-from ps.master import Master
-from ps.optimizers import SGD
-from ps.rule import Need, RoundView
-from ps.schedules import Constant
-from ps.store import Store
-from ps.store_config import StoreConfig
+from ps.rules.evidence import Evidence
+from ps.rules.geometry import Geometry
+from ps.rules.master import Master
+from ps.rules.rule import Need, RoundView
+from ps.storage.optimizers import SGD
+from ps.storage.schedules import Constant
+from ps.storage.store import Store
+from ps.storage.store_config import StoreConfig
 
 SIZE = 60
 """Elements of a gradient; the layout divides them into two variables with a gap between."""

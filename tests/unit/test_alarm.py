@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from ps import alarm as module
-from ps.alarm import FIELDS, Alarm, changed
-from ps.ledger import Ledger
+from ps.rules import alarm as module
+from ps.rules.alarm import FIELDS, Alarm, changed
+from ps.rules.ledger import Ledger
 
 
 def after(alarm, losses, log_lengths=None, validated=False):

@@ -8,14 +8,14 @@ import pytest
 from protocol.errors import ConfigurationError
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
 from ps import build
-from ps.aggregation import ClippedMean, CosineTrust, Krum, Mean, Median, MultiKrum, TrimmedMean
 from ps.build import make_optimizer, make_rule, make_schedule, make_store, size_text
-from ps.combinations import CHOICES
-from ps.config import DEFAULT_WEIGHT_DECAY, ServerConfig
-from ps.evidence import Evidence
-from ps.master import Master
-from ps.optimizers import SGD, Adam, AdamW
-from ps.schedules import Constant, Cosine, ExponentialDecay
+from ps.rules.aggregation import ClippedMean, CosineTrust, Krum, Mean, Median, MultiKrum, TrimmedMean
+from ps.rules.evidence import Evidence
+from ps.rules.master import Master
+from ps.settings.combinations import CHOICES
+from ps.settings.config import DEFAULT_WEIGHT_DECAY, ServerConfig
+from ps.storage.optimizers import SGD, Adam, AdamW
+from ps.storage.schedules import Constant, Cosine, ExponentialDecay
 
 
 def layout(*sizes: int) -> Layout:

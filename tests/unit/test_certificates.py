@@ -18,7 +18,7 @@ from protocol.tls_failures import (
     refused_by_client,
     refused_by_server,
 )
-from ps.config import ServerConfig
+from ps.settings.config import ServerConfig
 from tests.unit.authority import Authority, write_key
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_test_ca.sh"

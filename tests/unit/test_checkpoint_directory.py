@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import CheckpointError, ConfigurationError
-from ps.checkpoint import NO_FAULTS, CheckpointDirectory, NoFaults, load
-from ps.checkpoint_format import directory_name
+from ps.checkpoints.directory import NO_FAULTS, CheckpointDirectory, NoFaults, load
+from ps.checkpoints.format import directory_name
 from tests.unit.checkpoints import EPOCH, assert_same, snapshot
 
 OTHER_EPOCH = 7
@@ -146,7 +146,7 @@ import logging, sys
 from pathlib import Path
 import numpy as np
 from protocol.errors import CheckpointError
-from ps.checkpoint import CheckpointDirectory, Snapshot
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot
 logging.basicConfig(stream=sys.stderr)
 directory = CheckpointDirectory.open(Path(sys.argv[1]) / "checkpoints", 9)
 values = {"x": np.zeros(100_000, np.float32)}
@@ -323,7 +323,7 @@ def test_none_must_not_be_kept(tmp_path):
 # ---- whose directory it is -----------------------------------------------------------------------------
 
 HOLDER = (
-    "import sys; from pathlib import Path; from ps.checkpoint import CheckpointDirectory;"
+    "import sys; from pathlib import Path; from ps.checkpoints.directory import CheckpointDirectory;"
     "directory = CheckpointDirectory.open(Path(sys.argv[1]), 3); print('held', flush=True); input()"
 )
 

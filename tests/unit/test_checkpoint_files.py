@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from ps import checkpoint_files
-from ps.checkpoint_files import DIRECT_BYTES, PAGE_BYTES, SLICE_BYTES, checksum_of, create_file, write_buffers
+from ps.checkpoints import files as checkpoint_files
+from ps.checkpoints.files import DIRECT_BYTES, PAGE_BYTES, SLICE_BYTES, checksum_of, create_file, write_buffers
 
 SIZES = [DIRECT_BYTES, DIRECT_BYTES + 1, SLICE_BYTES, SLICE_BYTES + PAGE_BYTES, 2 * SLICE_BYTES + 12345]
 

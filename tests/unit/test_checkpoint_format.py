@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from protocol.errors import CheckpointError, LocalProtocolError
-from ps import checkpoint_files, tensor_files
-from ps.checkpoint import CheckpointDirectory, Snapshot, load
-from ps.checkpoint_files import checksum_of
-from ps.checkpoint_format import MAX_MANIFEST_BYTES, Listing, directory_name
+from ps.checkpoints import files as checkpoint_files
+from ps.checkpoints import tensor_files
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot, load
+from ps.checkpoints.files import checksum_of
+from ps.checkpoints.format import MAX_MANIFEST_BYTES, Listing, directory_name
 from tests.unit.checkpoints import EPOCH, assert_same, snapshot
 
 FILES = ["values.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json"]

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from protocol.errors import CheckpointError, ConfigurationError
 from ps.__main__ import main
-from ps.checkpoint import CheckpointDirectory, Snapshot
 from ps.checkpoint_report import describe, export
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot
 from tests.unit.checkpoints import EPOCH, snapshot
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol.errors import LocalProtocolError
-from ps.state_codec import decode_state, encode_state
+from ps.checkpoints.state_codec import decode_state, encode_state
 
 
 def there_and_back(state):

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from protocol.errors import LocalProtocolError
-from ps import tensor_files
+from ps.checkpoints import tensor_files
 
 HOSTILE = [
     "a/b/c",

@@ -10,8 +10,8 @@ import weakref
 import pytest
 
 from protocol.errors import CheckpointError, LocalProtocolError
-from ps.checkpoint import CheckpointDirectory, Snapshot
-from ps.checkpoint_writer import CheckpointWriter
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot
+from ps.checkpoints.writer import CheckpointWriter
 from tests.unit.checkpoints import PATIENCE_S, HoldAt, assert_same, snapshot
 
 

@@ -11,15 +11,15 @@ from protocol.errors import CheckpointError, ConfigurationError
 from protocol.injector import NONE
 from protocol.tensors import Layout, Manifest
 from ps import checkpointing
-from ps.aggregation import Mean
 from ps.build import store_config
-from ps.checkpoint import CheckpointDirectory, Snapshot, checkpoints_in, load
 from ps.checkpointing import Checkpointing, Parts, changes_since, open_checkpoints, with_known_workers
+from ps.checkpoints.directory import CheckpointDirectory, Snapshot, checkpoints_in, load
 from ps.closing import RoundCloser
-from ps.config import AUTO, ServerConfig
 from ps.record import Record
-from ps.schedules import Constant
-from ps.store import Store
+from ps.rules.aggregation import Mean
+from ps.settings.config import AUTO, ServerConfig
+from ps.storage.schedules import Constant
+from ps.storage.store import Store
 from tests.unit.course import EPOCH, Client, Run
 
 VARIABLES = {"w": np.arange(5, dtype=np.float32), "b": np.zeros((), np.float32)}

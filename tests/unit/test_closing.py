@@ -5,13 +5,13 @@ import pytest
 
 from protocol.arena import Arena
 from protocol.tensors import Layout, Manifest, VariableSpec
-from ps.aggregation import CosineTrust, Krum, Mean
 from ps.closing import RoundCloser
-from ps.instructions import CloseRound, Contribution
-from ps.optimizers import SGD
-from ps.schedules import Constant
-from ps.store import Store
-from ps.store_config import StoreConfig
+from ps.coordination.instructions import CloseRound, Contribution
+from ps.rules.aggregation import CosineTrust, Krum, Mean
+from ps.storage.optimizers import SGD
+from ps.storage.schedules import Constant
+from ps.storage.store import Store
+from ps.storage.store_config import StoreConfig
 
 LAYOUT = Layout.of(Manifest((VariableSpec("flat", (4,), "float64"),)))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protocol.messages import Role
 from protocol.tokens import candidates, parse_grants
-from ps.command_line import parse
+from ps.settings.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = (ROOT / "docker-compose.yml").read_text()

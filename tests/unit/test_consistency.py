@@ -3,9 +3,10 @@
 import pytest
 
 from protocol.messages import Role, Status
-from ps import attendance, course_state, status, waits
-from ps.instructions import CloseRound, Drop, Finish, SkipRound, Take
-from ps.policy import Consistency, Phase
+from ps.coordination import attendance, course_state, waits
+from ps.coordination.instructions import CloseRound, Drop, Finish, SkipRound, Take
+from ps.coordination.policy import Consistency, Phase
+from ps.monitoring import status
 from tests.unit.course import POLICY, Client, Run, replies, running, texts
 
 SHRINK = {"shrink": True}

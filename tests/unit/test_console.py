@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ps.console import PLAIN_LINE_S, REDRAW_S, Console
+from ps.monitoring.console import PLAIN_LINE_S, REDRAW_S, Console
 
 
 class Terminal(io.StringIO):

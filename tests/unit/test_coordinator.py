@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from protocol.messages import Push, Role, Status
-from ps.course import MAX_VOID_ROUNDS
-from ps.instructions import Announce, AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
-from ps.policy import Phase
-from ps.rounds import may_close
+from ps.coordination.course import MAX_VOID_ROUNDS
+from ps.coordination.instructions import Announce, AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
+from ps.coordination.policy import Phase
+from ps.coordination.rounds import may_close
 from tests.unit.course import EPOCH, NAN, POLICY, Client, Run, replies, running, texts
 
 NOBODY: frozenset[int] = frozenset()

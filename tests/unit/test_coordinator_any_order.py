@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.messages import Role
-from ps import attendance
-from ps.instructions import AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
-from ps.policy import Consistency, Phase
+from ps.coordination import attendance
+from ps.coordination.instructions import AskInitial, CloseRound, Drop, Finish, Reply, SkipRound, Take
+from ps.coordination.policy import Consistency, Phase
 from tests.unit.course import EPOCH, NAN, Client, Run
 
 RANKS = st.integers(0, 2)

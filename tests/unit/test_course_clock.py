@@ -1,6 +1,6 @@
 """The time of a run's course stands while it is told to."""
 
-from ps.course_clock import CourseClock
+from ps.coordination.course_clock import CourseClock
 
 
 def test_it_stands_and_goes_on_where_it_stood():

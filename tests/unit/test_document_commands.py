@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocol import fault_proxy
-from ps.command_line import build_command as build_ps
-from ps.command_line import parse as parse_ps
+from ps.settings.command_line import build_command as build_ps
+from ps.settings.command_line import parse as parse_ps
 from tests.unit.test_scripts import ITS_OWN, PS_OPTIONS, WORKER_OPTIONS
 from worker.command_line import parse as parse_worker
 

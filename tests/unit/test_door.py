@@ -11,8 +11,8 @@ import pytest
 from protocol.addresses import Address
 from protocol.errors import NetworkError
 from protocol.transport import Listener
-from ps.door import TICK_S, Door
-from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
+from ps.connections.door import TICK_S, Door
+from ps.connections.doorstep import MAX_UNPROVEN, MAX_WAITING
 
 PATIENCE_S = 30.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ps.doorstep import (
+from ps.connections.doorstep import (
     FIRST_S,
     FORGOTTEN_S,
     FREE_FAILURES,

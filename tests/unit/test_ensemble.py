@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import ConfigurationError, LocalProtocolError
-from ps.ensemble import ActsOn, EnsembleMaster, Head, MasterConfig, correct_answers, member_factors, vote
+from ps.rules.ensemble import ActsOn, EnsembleMaster, Head, MasterConfig, correct_answers, member_factors, vote
 
 MEMBERS, CLASSES, BATCH, STEPS = 3, 4, 16, 50
 ALL = np.ones(MEMBERS, bool)

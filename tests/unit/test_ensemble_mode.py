@@ -10,12 +10,12 @@ from protocol.ensemble import Answers, Weighting, side_views
 from protocol.errors import ConfigurationError, ManifestMismatch, Refused
 from protocol.messages import Offer, RefusalCode
 from protocol.tensors import Manifest, VariableSpec
-from ps.ensemble import ActsOn, Head
+from ps.coordination.instructions import CloseRound, Contribution
 from ps.ensemble_mode import EnsembleConfig, EnsembleMode
-from ps.instructions import CloseRound, Contribution
-from ps.optimizers import Adam
-from ps.schedules import Constant
-from ps.store_config import StoreConfig
+from ps.rules.ensemble import ActsOn, Head
+from ps.storage.optimizers import Adam
+from ps.storage.schedules import Constant
+from ps.storage.store_config import StoreConfig
 
 ANSWERS = Answers(4, 3, "float32", 6)
 OURS = Manifest((VariableSpec("kernel", (5,), "float32"), VariableSpec("shared/a", (2,), "float32")))

@@ -13,12 +13,12 @@ from protocol.ensemble import Answers, Weighting, labels_digest, side_views
 from protocol.errors import ConfigurationError, LocalProtocolError, ManifestMismatch, Refused
 from protocol.messages import Offer
 from protocol.tensors import Kind, Manifest, VariableSpec
-from ps.ensemble import ActsOn, Head
+from ps.coordination.instructions import CloseRound, Contribution
 from ps.ensemble_mode import EnsembleConfig, EnsembleMode
-from ps.instructions import CloseRound, Contribution
-from ps.optimizers import SGD, Adam
-from ps.schedules import ExponentialDecay
-from ps.store_config import StoreConfig
+from ps.rules.ensemble import ActsOn, Head
+from ps.storage.optimizers import SGD, Adam
+from ps.storage.schedules import ExponentialDecay
+from ps.storage.store_config import StoreConfig
 from tests.unit.resumed import copied, leaves, without, written_and_read
 
 MEMBERS, ROUNDS = 3, 12

@@ -2,8 +2,17 @@
 
 from protocol.ensemble import Weighting
 from protocol.messages import Logits, Push, Status
-from ps.instructions import AskInitial, CloseRound, Drop, Reply, SendWeights, SkipRound, Take, WeighAnswers
-from ps.policy import Phase
+from ps.coordination.instructions import (
+    AskInitial,
+    CloseRound,
+    Drop,
+    Reply,
+    SendWeights,
+    SkipRound,
+    Take,
+    WeighAnswers,
+)
+from ps.coordination.policy import Phase
 from tests.unit.course import EPOCH, Client, Run, replies, texts
 
 ONE, OTHER = b"1" * 16, b"2" * 16

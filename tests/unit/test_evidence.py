@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from protocol.errors import LocalProtocolError
-from ps.alarm import LASTS, ODD_ROUNDS
-from ps.claims import CLAIM_WARM_UP
-from ps.evidence import Evidence
-from ps.fitting import nonnegative_fit, off_diagonal_of_rank_one
-from ps.geometry import weighted_median
-from ps.master import Master
+from ps.rules.alarm import LASTS, ODD_ROUNDS
+from ps.rules.claims import CLAIM_WARM_UP
+from ps.rules.evidence import Evidence
+from ps.rules.fitting import nonnegative_fit, off_diagonal_of_rank_one
+from ps.rules.geometry import weighted_median
+from ps.rules.master import Master
 
 from .judged_rounds import alarms_of, noisy_rounds, round_view
 

@@ -11,8 +11,8 @@ from protocol.errors import ExitCode
 from protocol.frame_faults import Fault
 from protocol.injection import GOES, Action, Plan, Point
 from protocol.messages import Side
-from ps.checkpoint_format import MANIFEST, NAME
-from ps.command_line import parse as parse_ps
+from ps.checkpoints.format import MANIFEST, NAME
+from ps.settings.command_line import parse as parse_ps
 from worker.command_line import parse as parse_worker
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -12,12 +12,12 @@ from protocol.injector import NONE
 from protocol.messages import AUTO_RANK, Role, Status
 from protocol.transport import Listener
 from ps import compiling, gathering
-from ps.combinations import MAX_WORKERS
-from ps.config import AUTO, ServerConfig
-from ps.console import Console
+from ps.coordination.members import Identity
 from ps.gathering import Gathering, Headcount
-from ps.members import Identity
+from ps.monitoring.console import Console
 from ps.server import ParameterServer
+from ps.settings.combinations import MAX_WORKERS
+from ps.settings.config import AUTO, ServerConfig
 
 QUIET_S, TIMEOUT_S = 10.0, 60.0
 

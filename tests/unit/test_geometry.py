@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import LocalProtocolError
-from ps.geometry import Geometry, from_products, from_projections
+from ps.rules.geometry import Geometry, from_products, from_projections
 
 USABLE = (True, False, True, True)
 

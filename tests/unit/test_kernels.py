@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps import kernels
-from ps.optimizers import SGD, Adam, AdamW
-from ps.thread_team import ThreadTeam, pieces
+from ps.storage import kernels
+from ps.storage.optimizers import SGD, Adam, AdamW
+from ps.storage.thread_team import ThreadTeam, pieces
 
 DTYPES = ("float32", "float64")
 OPTIMIZERS = (Adam(), AdamW(weight_decay=0.1), SGD(), SGD(0.9), SGD(0.9, nesterov=True))
@@ -136,7 +136,7 @@ def test_updates_are_compiled_without_fast_math_and_let_other_threads_run():
 
 PROGRAM = """
 import numpy as np
-from ps import kernels
+from ps.storage import kernels
 kernels.warm_up("sgd", DTYPES)
 assert kernels.sum_of_squares(np.ones(3, np.float32)) == 3
 """
@@ -144,14 +144,14 @@ assert kernels.sum_of_squares(np.ones(3, np.float32)) == 3
 
 @pytest.mark.parametrize("spoil", ["no folder for the cache", "cache that cannot be written"])
 def test_kernels_work_where_the_cache_cannot_be_kept(spoil, tmp_path):
-    house = Path(kernels.__file__).parent.parent
+    house = Path(kernels.__file__).parents[2]
     for package in ("ps", "protocol"):
         shutil.copytree(house / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)
     program = PROGRAM.replace("DTYPES", "()")  # compiles little: that it can be imported is the question
     if spoil == "no folder for the cache":  # neither beside the module nor in the home folder, even for root
-        (tmp_path / "ps" / "__pycache__").write_text("a file")
+        (tmp_path / "ps" / "storage" / "__pycache__").write_text("a file")
         (tmp_path / "home").write_text("a file")
         environment |= {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home")}
     else:

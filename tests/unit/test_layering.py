@@ -13,19 +13,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "ps", "worker")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 FORBIDDEN_PACKAGES = {"protocol": {"ps", "worker"}, "ps": {"worker"}, "worker": {"ps"}}
 OUTSIDE_OF_PROTOCOL = {"numpy", "msgpack"}
 
 TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
 MAY_IMPORT_TENSORFLOW = {f"worker/{name}.py" for name in ("graph", "binding", "feeding", "proof", "models")} | {
-    "ps/user_network.py"  # imported only for a master of the user's own
+    "ps/rules/user_network.py"  # imported only for a master of the user's own
 }
 
 SOCKETS = {"socket", "ssl", "socketserver", "select", "selectors", "asyncio"}
 MAY_IMPORT_SOCKETS = {
     "protocol/transport.py",
     *("protocol/tls.py", "protocol/certificates.py"),  # what it wraps sockets in; they open none
-    "ps/status_server.py",  # the status page has an HTTP server of its own
+    "ps/monitoring/status_server.py",  # the status page has an HTTP server of its own
     "protocol/proxy.py",  # no part of a run: it breaks connections as transport must never do
 }
 SHELLS_OF_PROTOCOL = {
@@ -36,35 +41,30 @@ SHELLS_OF_PROTOCOL = {
 }
 IMPURE = SOCKETS | {"threading", "time", "os", "signal", "subprocess"}
 
-COORDINATION = {
-    *("attendance", "coordinator", "course", "course_state", "instructions", "members", "policy", "rounds"),
-    *("validation", "waits", "weighing"),
+FLOORS = {
+    "settings": set(),
+    "rules": set(),
+    "coordination": set(),
+    "storage": {"settings"},
+    "checkpoints": {"settings"},
+    "connections": {"coordination"},
+    "monitoring": {"coordination", "storage"},
 }
+"""The packages within ps/, and on which others each may rest; what stands in ps/ itself puts them together."""
+HOUSES = {*PACKAGES, *(f"ps.{floor}" for floor in FLOORS)}
+
+COORDINATION = {_name(path) for path in MODULES if path.parent.name == "coordination"}
 PURE = COORDINATION | {
-    *(
-        "aggregation",
-        "course_clock",
-        "doorstep",
-        "ensemble",
-        "geometry",
-        "history",
-        "metrics",
-        "network",
-        "pace",
-        "rule",
-        "schedules",
-    ),
-    "trust",
-    *("status", "status_answers", "status_feed"),
+    "ps/connections/doorstep.py",
+    *(f"ps/monitoring/{name}.py" for name in ("history", "metrics", "pace", "trust")),
+    *(f"ps/monitoring/{name}.py" for name in ("status", "status_answers", "status_feed")),
+    *(f"ps/rules/{name}.py" for name in ("aggregation", "ensemble", "geometry", "network", "rule")),
+    "ps/storage/schedules.py",
 }
 """Modules of ps/ that neither wait, nor read a clock, nor draw lots: time is an argument, and may jump a day."""
 UNFORESEEABLE = IMPURE | {"datetime", "random", "secrets", "uuid", "tempfile", "shutil", "logging", "numba"}
 
 UNSAFE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-
-
-def _name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def imports_of(source: str) -> Iterator[str]:
@@ -91,10 +91,10 @@ def _at_run_time(source: str) -> Iterator[str]:
     types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     tree.body = [node for node in tree.body if node not in types]
     for name in imports_of(ast.unparse(tree)):
-        if name not in PACKAGES:
+        if name not in HOUSES:
             yield name
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in PACKAGES:  # from ps import attendance
+        if isinstance(node, ast.ImportFrom) and node.module in HOUSES:  # from ps.coordination import attendance
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -108,12 +108,13 @@ def test_imports_are_found_wherever_they_stand() -> None:
 
 
 def test_imports_for_the_sake_of_types_are_told_apart() -> None:
-    source = "from ps import a\nif TYPE_CHECKING:\n    from ps import b\n    import c\nimport d\n"
-    assert set(_at_run_time(source)) == {"ps.a", "d"}
+    source = "from ps.rules import a, e\nif TYPE_CHECKING:\n    from ps import b\n    import c\nimport d\n"
+    assert set(_at_run_time(source)) == {"ps.rules.a", "ps.rules.e", "d"}
 
 
 def test_there_is_something_to_check() -> None:
-    assert {path.parent.name for path in MODULES} == set(PACKAGES)
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in MODULES}
+    assert folders == {*PACKAGES, *(f"ps/{floor}" for floor in FLOORS)}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
@@ -131,21 +132,29 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
             assert not roots & IMPURE, "the core is pure: no socket, thread, clock or environment"
 
 
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_package_within_ps_rests_only_on_those_below_it(floor: str) -> None:
+    within = [path for path in MODULES if path.parent == ROOT / "ps" / floor]
+    imported = {name for path in within for name in _at_run_time(path.read_text()) if name.startswith("ps.")}
+    assert {name.split(".")[1] for name in imported} <= {floor} | FLOORS[floor]
+
+
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_a_pure_module_rests_on_pure_ones(name: str) -> None:
-    path = ROOT / "ps" / f"{name}.py"
-    imported = set(_at_run_time(path.read_text()))
-    assert {each for each in imported if each.startswith("ps.")} <= {f"ps.{pure}" for pure in PURE}
-    assert not {f"{each.replace('.', '/')}.py" for each in imported} & SHELLS_OF_PROTOCOL
+    imported = set(_at_run_time((ROOT / name).read_text()))
+    files = {f"{each.replace('.', '/')}.py" for each in imported}
+    assert {file for file in files if file.startswith("ps/")} <= PURE
+    assert not files & SHELLS_OF_PROTOCOL
     assert not {each.split(".")[0] for each in imported} & UNFORESEEABLE
     assert name not in COORDINATION or "numpy" not in imported, "it decides, and touches no tensor"
 
 
 def test_every_module_that_says_that_it_is_pure_is_held_to_it() -> None:
     said = {
-        path.stem
+        _name(path)
         for path in MODULES
-        if path.parent.name == "ps" and re.search(r"\bPure\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+        if path.parts[len(ROOT.parts)] == "ps"
+        and re.search(r"\bPure\b", ast.get_docstring(ast.parse(path.read_text())) or "")
     }
     assert said and said <= PURE
 
@@ -203,8 +212,9 @@ def test_every_module_stands_in_the_table_of_the_architecture() -> None:
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     told: list[str] = []
     for cell in cells:
-        package, _, rest = cell.strip().strip("`").partition("/")
-        told += [f"{package}/{name}.py" for name in re.findall(r"\w+", rest)]
+        first, *others = re.findall(r"`(\S+)`", cell)
+        folder, _, name = first.rpartition("/")
+        told += [f"{folder}/{each}.py" for each in (name, *others)]
     assert len(set(told)) == len(told)
     assert set(told) == {_name(path) for path in MODULES if path.stem != "__init__"}
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from ps import ledger as module
-from ps.ledger import Ledger
+from ps.rules import ledger as module
+from ps.rules.ledger import Ledger
 
 
 def test_a_name_keeps_its_row_and_numbers_wherever_it_stands():

@@ -19,15 +19,15 @@ from protocol.log_lines import (
     rfc3339,
 )
 from protocol.messages import AUTO_RANK, Role
-from ps import command_line as server_side
-from ps import log_format
-from ps.command_line import parse
-from ps.console import PLAIN_LINE_S
-from ps.coordinator import Coordinator
-from ps.instructions import Announce
-from ps.log_events import EVENTS
-from ps.log_format import JsonConsole, JsonFormatter, formatter_of
-from ps.members import Granted, Identity
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import Announce
+from ps.coordination.members import Granted, Identity
+from ps.monitoring import log_format
+from ps.monitoring.console import PLAIN_LINE_S
+from ps.monitoring.log_events import EVENTS
+from ps.monitoring.log_format import JsonConsole, JsonFormatter, formatter_of
+from ps.settings import command_line as server_side
+from ps.settings.command_line import parse
 from worker import command_line as worker_side
 from worker import log_format as worker_log
 from worker.log_format import Speaker
@@ -175,7 +175,7 @@ def _filled(part: ast.expr) -> str:
 
 def test_every_sentence_in_the_code_has_a_name() -> None:
     unnamed, seen = [], 0
-    for path in sorted((ROOT / "ps").glob("*.py")):
+    for path in sorted((ROOT / "ps").rglob("*.py")):
         for text in _templates(path):
             if text in GENERAL:
                 continue

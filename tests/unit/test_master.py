@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ps.evidence import Evidence
-from ps.master import FEATURES, Master, leave_one_out
+from ps.rules.evidence import Evidence
+from ps.rules.master import FEATURES, Master, leave_one_out
 
 from .judged_rounds import noisy_rounds, round_view
 
@@ -163,7 +163,7 @@ def test_the_number_of_workers_may_change_from_round_to_round():
 
 
 def test_a_name_that_was_forgotten_is_not_learned_from(monkeypatch):
-    monkeypatch.setattr("ps.ledger.MOST_ABSENT", 0)
+    monkeypatch.setattr("ps.rules.ledger.MOST_ABSENT", 0)
     master = Master(True, 5)
     weights(master, noisy_rounds(20, [1.0, 1.0, -1.0], names=["a", "b", "bad"]))
     weights(master, noisy_rounds(2, [1.0, 1.0], names=["a", "b"]))

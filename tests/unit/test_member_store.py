@@ -7,9 +7,9 @@ from protocol.arena import Arena
 from protocol.ensemble import Answers, Weighting, as_member, side_views
 from protocol.errors import LocalProtocolError
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.member_store import MemberStore, MemberWeights
-from ps.optimizers import SGD, Adam
-from ps.store_config import NotFinite, StoreConfig
+from ps.storage.member_store import MemberStore, MemberWeights
+from ps.storage.optimizers import SGD, Adam
+from ps.storage.store_config import NotFinite, StoreConfig
 
 RANKS = 3
 OURS = Manifest(

@@ -3,7 +3,16 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, MAX_NAME_CHARACTERS, RefusalCode, Role
-from ps.members import MAX_RANKS_NAMED, Contested, Denied, Granted, Identity, Registry, labelled, name_ranks
+from ps.coordination.members import (
+    MAX_RANKS_NAMED,
+    Contested,
+    Denied,
+    Granted,
+    Identity,
+    Registry,
+    labelled,
+    name_ranks,
+)
 
 
 def who(rank=AUTO_RANK, name="", host="h", incarnation=1, role=Role.WORKER):

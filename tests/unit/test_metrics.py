@@ -6,11 +6,11 @@ import math
 import pytest
 
 from protocol.messages import Push, Role, Status
-from ps.coordinator import Coordinator
-from ps.instructions import Contribution, Drop
-from ps.members import Granted, Identity
-from ps.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
-from ps.policy import RunPolicy
+from ps.coordination.coordinator import Coordinator
+from ps.coordination.instructions import Contribution, Drop
+from ps.coordination.members import Granted, Identity
+from ps.coordination.policy import RunPolicy
+from ps.monitoring.metrics import RATE_WINDOW_S, WEIGHT_ROUNDS, Metrics, TestResult
 from tests.unit.resumed import written_and_read
 
 NAN = float("nan")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ps.network import Activation, Adam, TwoLayerNetwork
+from ps.rules.network import Activation, Adam, TwoLayerNetwork
 
 SIZES = [(8, 16, 1, Activation.TANH, False), (30, 64, 3, Activation.RELU, True)]
 

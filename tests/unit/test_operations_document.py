@@ -19,14 +19,15 @@ from protocol.errors import ExitCode
 from protocol.frames import VERSION
 from protocol.log_lines import recognise
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps import checkpoint_format, log_events, tensorboard
-from ps import command_line as ps_command
 from ps.build import store_config
-from ps.command_line import parse as parse_ps
-from ps.doorstep import MAX_UNPROVEN, MAX_WAITING
-from ps.metrics import Metrics, TestResult
-from ps.status_server import Limits
-from ps.store import Store
+from ps.checkpoints import format as checkpoint_format
+from ps.connections.doorstep import MAX_UNPROVEN, MAX_WAITING
+from ps.monitoring import log_events, tensorboard
+from ps.monitoring.metrics import Metrics, TestResult
+from ps.monitoring.status_server import Limits
+from ps.settings import command_line as ps_command
+from ps.settings.command_line import parse as parse_ps
+from ps.storage.store import Store
 from tests.unit.operations_tables import PAGE, TABLES, between, server_command, worker_command_of, written_anew
 from worker.command_line import parse as parse_worker
 
@@ -62,7 +63,7 @@ def test_every_option_has_a_row_and_a_variable(command: object) -> None:
 def test_every_variable_that_the_code_reads_is_told() -> None:
     read: set[str] = set()
     for folder in ("protocol", "ps", "worker", "scripts"):
-        for path in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.sh")]:
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.sh")]:
             read |= set(re.findall(r"\b(?:WEIGHMASTER|TF|NUMBA)_[A-Z][A-Z_]+[A-Z]\b", path.read_text()))
     read -= {"TF_SECTION"}
     assert len(read) > 5

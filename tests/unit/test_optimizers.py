@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from protocol.errors import ConfigurationError
-from ps.kernels import UPDATES
-from ps.optimizers import SGD, Adam, AdamW
+from ps.storage.kernels import UPDATES
+from ps.storage.optimizers import SGD, Adam, AdamW
 
 STEPS = 100
 LEARNING_RATE = 0.01

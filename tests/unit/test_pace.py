@@ -1,6 +1,6 @@
 """The time left is reckoned from the last half minute, and not from the start."""
 
-from ps.pace import SAMPLES, Pace
+from ps.monitoring.pace import SAMPLES, Pace
 
 
 def test_it_is_unknown_until_a_step_has_taken_some_time():

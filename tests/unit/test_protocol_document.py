@@ -30,7 +30,7 @@ from protocol.messages import (
 )
 from protocol.proof import prove
 from protocol.tensors import Layout, Manifest, SideSpec, VariableSpec
-from ps.session import HOLD_SLACK
+from ps.connections.session import HOLD_SLACK
 from tests.unit.exchange import frame_of, padded
 
 TEXT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()

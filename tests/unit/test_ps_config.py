@@ -9,8 +9,8 @@ import click
 import pytest
 
 from protocol.errors import ConfigurationError
-from ps import config
-from ps.combinations import (
+from ps.settings import config
+from ps.settings.combinations import (
     AT_EACH_PUSH,
     BOUNDS,
     COLUMNS,
@@ -20,10 +20,10 @@ from ps.combinations import (
     Combination,
     check_combination,
 )
-from ps.command_line import ExportRequest, TokenRequest, build_command, execute, parse
-from ps.config import AUTO, ServerConfig, default_of
-from ps.machine import memory_limit_bytes
-from ps.options import size_bytes
+from ps.settings.command_line import ExportRequest, TokenRequest, build_command, execute, parse
+from ps.settings.config import AUTO, ServerConfig, default_of
+from ps.settings.machine import memory_limit_bytes
+from ps.settings.options import size_bytes
 from tests.unit.authority import Authority
 
 NEEDED = ["--workers", "3", "--steps", "10"]

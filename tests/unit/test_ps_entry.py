@@ -15,11 +15,11 @@ import ps.__main__
 from protocol.errors import ConfigurationError, ExitCode
 from protocol.injector import NONE
 from protocol.log_lines import recognise
-from ps import command_line
-from ps.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.log_events import EVENTS
+from ps.monitoring.console import Console
+from ps.monitoring.log_events import EVENTS
+from ps.settings import command_line
+from ps.settings.command_line import PROGRAM, STARTED_AS, build_command, execute, invocation
+from ps.settings.config import ServerConfig
 from tests.unit.authority import Authority
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ sys.exit(main(["--workers", "1", "--steps", "1", "--port", "0", "--run-dir", RUN
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("module", ["ps.command_line", "numpy", "ps.server"])
+@pytest.mark.parametrize("module", ["ps.settings.command_line", "numpy", "ps.server"])
 def test_a_signal_while_modules_are_imported_is_one_sentence(tmp_path: Path, number: int, module: str) -> None:
     """No traceback, and nothing that is being imported can swallow it."""
     names = {"MODULE": module, "SIGNAL": int(number), "RUN_DIR": str(tmp_path / "run")}

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import MAX_REASON_CHARACTERS, Ended, Heartbeat, Refusal, RefusalCode, Status
-from ps.session import _as_reason
+from ps.connections.session import _as_reason
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import logging
 import numpy as np
 import pytest
 
-from ps.aggregation import Mean
 from ps.closing import Closed, line_of
-from ps.instructions import CloseRound, Contribution, SkipRound
+from ps.coordination.instructions import CloseRound, Contribution, SkipRound
 from ps.outcome import RoundLog
 from ps.record import Record
-from ps.rule import Decision
+from ps.rules.aggregation import Mean
+from ps.rules.rule import Decision
 from tests.unit.judged_rounds import round_view
 from tests.unit.resumed import written_and_read
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import LocalProtocolError
-from ps import reductions
+from ps.storage import reductions
 
 DTYPES = ("float32", "float64")
 COUNT = 2 * reductions.BLOCK_BYTES // 4 + 77

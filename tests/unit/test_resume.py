@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigurationError
-from ps.config import ServerConfig
-from ps.resume import OPTIONS, Change, check_resumable, reason_not_comparable, settings_of
+from ps.checkpoints.resume import OPTIONS, Change, check_resumable, reason_not_comparable, settings_of
+from ps.settings.config import ServerConfig
 from tests.unit.authority import Authority
 
 FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]

@@ -15,18 +15,18 @@ import pytest
 from protocol.arena import Arena
 from protocol.errors import CheckpointError, WeighmasterError
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.aggregation import ClippedMean, CosineTrust, Krum, Mean, MeanOver, Median, MultiKrum, TrimmedMean
 from ps.closing import RoundCloser
-from ps.evidence import Evidence
-from ps.instructions import CloseRound, Contribution
-from ps.master import Master
-from ps.optimizers import SGD, Adam, AdamW
-from ps.receiver import PushCheck
-from ps.schedules import Cosine
-from ps.store import Store
-from ps.store_config import StoreConfig
-from ps.user_master import UserMaster
-from ps.user_network import load_user_master
+from ps.coordination.instructions import CloseRound, Contribution
+from ps.rules.aggregation import ClippedMean, CosineTrust, Krum, Mean, MeanOver, Median, MultiKrum, TrimmedMean
+from ps.rules.evidence import Evidence
+from ps.rules.master import Master
+from ps.rules.user_master import UserMaster
+from ps.rules.user_network import load_user_master
+from ps.storage.optimizers import SGD, Adam, AdamW
+from ps.storage.receiver import PushCheck
+from ps.storage.schedules import Cosine
+from ps.storage.store import Store
+from ps.storage.store_config import StoreConfig
 from tests.unit.resumed import at, copied, leaves, plain, without, written_and_read
 
 LAYOUT = Layout.of(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigurationError
-from ps.schedules import Constant, Cosine, ExponentialDecay, WarmUp
+from ps.storage.schedules import Constant, Cosine, ExponentialDecay, WarmUp
 
 
 def test_constant_is_the_same_at_every_step():

@@ -12,8 +12,8 @@ import click
 import pytest
 
 from protocol.extras import installing
-from ps.combinations import MAX_WORKERS
-from ps.command_line import build_command as build_ps
+from ps.settings.combinations import MAX_WORKERS
+from ps.settings.command_line import build_command as build_ps
 from worker.command_line import build_command as build_worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_no_option_of_the_server_lacks_what_it_needs(kind: str) -> None:
 
 def test_what_is_advised_is_a_group_that_there_is() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    files = [path for folder in ("protocol", "ps", "worker") for path in (ROOT / folder).glob("*.py")]
+    files = [path for folder in ("protocol", "ps", "worker") for path in (ROOT / folder).rglob("*.py")]
     advised = {name for path in files for name in re.findall(r"installing\('(\w+)'\)", path.read_text())}
     assert advised == {"datasets", "metrics", "tensorboard", "tensorflow"}
     assert advised <= set(groups)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from ps.__main__ import _warn_of_exposure
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.narration import WAITING_S, Narration
-from ps.policy import Phase
+from ps.coordination.policy import Phase
+from ps.monitoring.console import Console
+from ps.monitoring.narration import WAITING_S, Narration
+from ps.settings.config import ServerConfig
 
 
 def test_a_wait_is_told_once_it_has_lasted_and_rounds_that_close_are_not(caplog):

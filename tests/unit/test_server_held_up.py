@@ -14,13 +14,13 @@ from protocol.errors import NoProgress
 from protocol.messages import Bye, Ended, Heartbeat, Pull, Push, Role, Status, Values, Welcome
 from protocol.tensors import Layout, Manifest, VariableSpec
 from ps import compiling
-from ps.aggregation import Decision
-from ps.checkpoint import CheckpointDirectory, checkpoints_in
-from ps.config import ServerConfig
-from ps.console import Console
-from ps.course_clock import CourseClock
-from ps.instructions import Reply
+from ps.checkpoints.directory import CheckpointDirectory, checkpoints_in
+from ps.coordination.course_clock import CourseClock
+from ps.coordination.instructions import Reply
+from ps.monitoring.console import Console
+from ps.rules.aggregation import Decision
 from ps.server import ParameterServer
+from ps.settings.config import ServerConfig
 from tests.unit.checkpoints import HoldAt
 from tests.unit.server_run import KERNEL, PATIENCE_S, Run, answer
 

@@ -30,10 +30,10 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.tensors import Manifest, VariableSpec
-from ps.config import ServerConfig
-from ps.console import Console
+from ps.connections.session import Session
+from ps.monitoring.console import Console
 from ps.server import ParameterServer
-from ps.session import Session
+from ps.settings.config import ServerConfig
 from tests.unit.exchange import frame_of
 from tests.unit.server_run import BIAS, KERNEL, PATIENCE_S, Run, answer
 
@@ -277,7 +277,7 @@ def test_a_refusal_before_the_proof_is_cut_to_what_a_stranger_may_be_sent(run, m
     def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.TOKEN_REQUIRED, LONG_REASON)
 
-    monkeypatch.setattr("ps.session.authenticate", refuse)
+    monkeypatch.setattr("ps.connections.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     refusal = link.receive()
@@ -302,7 +302,7 @@ def test_a_refusal_that_fits_is_not_cut(run, monkeypatch):
     def refuse(link, hello, grants, proof_failed):
         raise Refused(RefusalCode.CODEC, "no " + "x" * 4000)
 
-    monkeypatch.setattr("ps.session.authenticate", refuse)
+    monkeypatch.setattr("ps.connections.session.authenticate", refuse)
     link = run.call()
     link.send(Hello("", "host-a", 0, Role.WORKER, 7, bytes(32)))
     assert link.receive() == Refusal(RefusalCode.CODEC, "no " + "x" * 4000)

@@ -6,9 +6,9 @@ import pytest
 from protocol.arena import Arena, aligned_empty
 from protocol.errors import LocalProtocolError, ManifestMismatch
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.optimizers import SGD, Adam
-from ps.store import Store
-from ps.store_config import NotFinite, StoreConfig
+from ps.storage.optimizers import SGD, Adam
+from ps.storage.store import Store
+from ps.storage.store_config import NotFinite, StoreConfig
 from tests.unit.resumed import copied
 
 LAYOUT = Layout.of(
@@ -107,7 +107,7 @@ def test_the_buffer_is_made_once_as_announced_and_used_again(made, monkeypatch):
         return aligned_empty(size_bytes)
 
     for module in ("store", "versions", "snapshots"):
-        monkeypatch.setattr(f"ps.{module}.aligned_empty", counted)
+        monkeypatch.setattr(f"ps.storage.{module}.aligned_empty", counted)
     for config in ({}, {"optimizer": SGD(0.9), "ema_decay": None, "versions": 5}, {"checkpoints": False}):
         allocated.clear()
         store = trained(made(**config))

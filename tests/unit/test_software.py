@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from protocol.messages import MAX_NAME_CHARACTERS, Role
-from ps import course_state
-from ps.members import Identity
-from ps.metrics import Metrics
+from ps.coordination import course_state
+from ps.coordination.members import Identity
+from ps.monitoring.metrics import Metrics
 from tests.unit.course import Client, Run, running, texts
 from worker.job import cpu_kind
 

@@ -7,13 +7,13 @@ import pytest
 
 from protocol.arena import Arena, aligned_empty
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.aggregation import STATE_BOUND, state_factors
 from ps.closing import RoundCloser
-from ps.instructions import CloseRound, Contribution
-from ps.optimizers import SGD
-from ps.schedules import Constant
-from ps.store import Store
-from ps.store_config import StoreConfig
+from ps.coordination.instructions import CloseRound, Contribution
+from ps.rules.aggregation import STATE_BOUND, state_factors
+from ps.storage.optimizers import SGD
+from ps.storage.schedules import Constant
+from ps.storage.store import Store
+from ps.storage.store_config import StoreConfig
 
 from .test_aggregation import RULES, agreeing
 

@@ -6,8 +6,8 @@ from http import HTTPStatus
 
 import pytest
 
-from ps.prometheus import CONTENT_TYPE, Exposition
-from ps.status_answers import EVERY_ANSWER, PAGE_FILES, Access, Answers, Request, load_page
+from ps.monitoring.prometheus import CONTENT_TYPE, Exposition
+from ps.monitoring.status_answers import EVERY_ANSWER, PAGE_FILES, Access, Answers, Request, load_page
 from tests.unit.status_run import Watched
 
 TOKEN = b"a-token-of-somebody-that-is-long-enough"

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from ps.history import MOST_POINTS
-from ps.metrics import TestResult
-from ps.status import SCHEMA, Status, WorkerState, plain, rounded
-from ps.status_feed import MOST_REFUSALS, MOST_TESTS, PUBLISH_EVERY_S
+from ps.monitoring.history import MOST_POINTS
+from ps.monitoring.metrics import TestResult
+from ps.monitoring.status import SCHEMA, Status, WorkerState, plain, rounded
+from ps.monitoring.status_feed import MOST_REFUSALS, MOST_TESTS, PUBLISH_EVERY_S
 from tests.unit.course import Client
 from tests.unit.status_run import TIME, Watched
 

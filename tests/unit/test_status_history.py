@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ps.history import AWAY_STEPS, MOST_NAMES, MOST_POINTS, RunHistory
+from ps.monitoring.history import AWAY_STEPS, MOST_NAMES, MOST_POINTS, RunHistory
 from tests.unit.resumed import written_and_read
 
 NAN = math.nan

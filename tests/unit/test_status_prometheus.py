@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ps.prometheus import MOST_NAMES, OTHER, Exposition
+from ps.monitoring.prometheus import MOST_NAMES, OTHER, Exposition
 from tests.unit.status_run import TIME, Watched
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from protocol.errors import ConfigurationError
-from ps.status_answers import EVERY_ANSWER, PAGE_FILES, load_page
-from ps.status_server import Limits, StatusServer
+from ps.monitoring.status_answers import EVERY_ANSWER, PAGE_FILES, load_page
+from ps.monitoring.status_server import Limits, StatusServer
 from tests.unit.status_run import Watched
 
 PATIENT = Limits(request_s=60, idle_s=60, send_s=60)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from protocol.arena import Arena, aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError, NoProgress
 from protocol.tensors import Kind, Layout, Manifest, SideSpec, VariableSpec
-from ps.optimizers import SGD, Adam
-from ps.receiver import RECEIVE_BLOCK_BYTES
-from ps.store import Store
-from ps.store_config import NotFinite, StoreConfig
+from ps.storage.optimizers import SGD, Adam
+from ps.storage.receiver import RECEIVE_BLOCK_BYTES
+from ps.storage.store import Store
+from ps.storage.store_config import NotFinite, StoreConfig
 
 MIXED = Layout.of(
     Manifest(
@@ -600,7 +600,7 @@ def waits_of_versions(monkeypatch):
             waiting.set()  # under the lock, which a release has to take: it comes after the wait began
             return super().wait(timeout)
 
-    monkeypatch.setattr("ps.versions.threading", SimpleNamespace(Condition=Watched, Lock=threading.Lock))
+    monkeypatch.setattr("ps.storage.versions.threading", SimpleNamespace(Condition=Watched, Lock=threading.Lock))
     return waiting
 
 
@@ -720,8 +720,8 @@ def test_the_memory_announced_is_the_memory_allocated(config, monkeypatch):
         allocated.append(size_bytes)
         return aligned_empty(size_bytes)
 
-    monkeypatch.setattr("ps.store.aligned_empty", counted)
-    monkeypatch.setattr("ps.versions.aligned_empty", counted)
+    monkeypatch.setattr("ps.storage.store.aligned_empty", counted)
+    monkeypatch.setattr("ps.storage.versions.aligned_empty", counted)
     store = Store(MIXED, config)
     assert sum(allocated) == Store.memory_bytes(MIXED, config)
     arrays = store.optimizer_arrays()

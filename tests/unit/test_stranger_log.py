@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from ps.stranger_log import BURST_LINES, LINES_PER_S, StrangerLog
+from ps.connections.stranger_log import BURST_LINES, LINES_PER_S, StrangerLog
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from protocol.errors import ConfigurationError
-from ps import tensorboard
-from ps.instructions import CloseRound, Contribution, SkipRound
-from ps.metrics import Metrics, TestResult
-from ps.schedules import Constant, ExponentialDecay
-from ps.tensorboard import (
+from ps.coordination.instructions import CloseRound, Contribution, SkipRound
+from ps.monitoring import tensorboard
+from ps.monitoring.metrics import Metrics, TestResult
+from ps.monitoring.tensorboard import (
     ALL_KEPT,
     MOST_NAMES,
     TensorBoard,
@@ -22,6 +21,7 @@ from ps.tensorboard import (
     round_scalars,
     weights_by_name,
 )
+from ps.storage.schedules import Constant, ExponentialDecay
 
 SCALARS = {"loss", "accuracy", "learning_rate", "examples_per_s"}
 

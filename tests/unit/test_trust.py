@@ -2,8 +2,8 @@
 
 import pytest
 
-from ps import trust
-from ps.trust import History, TrustLog
+from ps.monitoring import trust
+from ps.monitoring.trust import History, TrustLog
 from tests.unit.resumed import written_and_read
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from protocol.errors import CheckpointError, ConfigurationError, ExitCode
-from ps.alarm import LASTS
-from ps.evidence import Evidence
-from ps.geometry import from_products
-from ps.rule import RoundView
-from ps.user_master import SHARED_FEATURES, UserMaster, shared_samples, target_weights
-from ps.user_network import UserNetwork, load_user_master
+from ps.rules.alarm import LASTS
+from ps.rules.evidence import Evidence
+from ps.rules.geometry import from_products
+from ps.rules.rule import RoundView
+from ps.rules.user_master import SHARED_FEATURES, UserMaster, shared_samples, target_weights
+from ps.rules.user_network import UserNetwork, load_user_master
 
 from .judged_rounds import alarms_of, noisy_rounds
 
@@ -184,7 +184,7 @@ def test_without_tensorflow_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_tensorflow_is_not_loaded_without_a_master_of_the_users():
-    program = "import sys, ps.user_master, ps.user_vote; sys.exit('tensorflow' in sys.modules)"
+    program = "import sys, ps.rules.user_master, ps.rules.user_vote; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from protocol.errors import ConfigurationError, LocalProtocolError
-from ps.ensemble import EnsembleMaster, Head, MasterConfig
-from ps.user_network import load_user_master
-from ps.user_vote import UserVote, ensemble_samples
+from ps.rules.ensemble import EnsembleMaster, Head, MasterConfig
+from ps.rules.user_network import load_user_master
+from ps.rules.user_vote import UserVote, ensemble_samples
 
 WORKERS, CLASSES = 3, 4
 EVERYBODY = np.ones(WORKERS, bool)

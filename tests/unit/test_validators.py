@@ -3,12 +3,13 @@
 import pytest
 
 from protocol.messages import AUTO_RANK, RefusalCode, Role, Status
-from ps import course_state, status
-from ps.attendance import MAX_LATE_ROUNDS
-from ps.instructions import AskInitial, CloseRound, Drop, Reply
-from ps.members import Contested, Denied, Granted, Registry
-from ps.policy import Phase
-from ps.validation import ValidatedRounds
+from ps.coordination import course_state
+from ps.coordination.attendance import MAX_LATE_ROUNDS
+from ps.coordination.instructions import AskInitial, CloseRound, Drop, Reply
+from ps.coordination.members import Contested, Denied, Granted, Registry
+from ps.coordination.policy import Phase
+from ps.coordination.validation import ValidatedRounds
+from ps.monitoring import status
 from tests.unit.course import NAN, Client, Run, replies, texts
 
 SECRET = bytes(range(32))

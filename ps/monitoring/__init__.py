@@ -1,0 +1,1 @@
+"""What people see of a run: console, log, status page, metrics, TensorBoard."""
