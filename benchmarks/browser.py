@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from benchmarks.processes import BenchmarkError
@@ -25,6 +26,20 @@ class NoBrowserError(BenchmarkError):
     """There is no browser here, or nothing that drives it; the text says what to install."""
 
 
+def programs() -> tuple[str, str]:
+    """Return where chromium and its driver are.
+
+    Raises:
+        NoBrowserError: one of them, or selenium, is missing.
+    """
+    if find_spec("selenium") is None:
+        raise NoBrowserError(f"selenium is not installed: {installing('browser')}")
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        raise NoBrowserError("no browser here: install chromium and chromium-driver")
+    return chromium, chromedriver
+
+
 @contextmanager
 def browser(width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1) -> Iterator["Chrome"]:
     """Open a browser with a profile of its own; both are gone at the end, however that comes.
@@ -39,14 +54,10 @@ def browser(width: int = 1280, height: int = 900, dark: bool = False, scale: flo
         NoBrowserError: chromium, its driver or selenium is missing.
         BenchmarkError: the browser does not start, or does not do what it is told.
     """
-    try:
-        from selenium import webdriver
-        from selenium.common.exceptions import WebDriverException
-    except ModuleNotFoundError as error:
-        raise NoBrowserError(f"selenium is not installed: {installing('browser')}") from error
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or chromedriver is None:
-        raise NoBrowserError("no browser here: install chromium and chromium-driver")
+    chromium, chromedriver = programs()
+    from selenium import webdriver
+    from selenium.common.exceptions import WebDriverException
+
     with contextlib.ExitStack() as stack:
         profile = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         options = webdriver.ChromeOptions()

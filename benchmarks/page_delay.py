@@ -26,6 +26,7 @@ from benchmarks.recovery_trials import NO_END, Answers
 from benchmarks.tally import Tally
 from benchmarks.tally_processes import SUMS, worker_command
 from benchmarks.workload import Workload
+from ps.monitoring.history import MOST_POINTS
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -35,10 +36,10 @@ WITHIN_S = 2.0
 
 PARAMETERS = 1000
 PAUSES_S = (0.1, 1.5)
-"""Shortest and longest computation of a worker: several steps between two looks of the page, and none."""
+"""Shortest and longest computation of a worker: between two looks of the page are several steps, one or none."""
 
-MOST_STEPS = 900
-"""Each step has a point of its own up to here; later points are means over several."""
+MOST_STEPS = MOST_POINTS - 100
+"""Each step has a point of its own up to `MOST_POINTS`, and steps go on while the last one's is awaited."""
 
 WATCH = """
 const svg = document.querySelector("#loss-chart svg");

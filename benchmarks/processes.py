@@ -98,12 +98,13 @@ class Processes:
 @contextmanager
 def processes(label: str) -> Iterator[Processes]:
     """Give a run its directory; whatever still runs at the end, or at SIGTERM, is killed."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="weighmaster-bench-") as directory:
         running = Processes(label, Path(directory))
         try:
             yield running
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in running.started.values():
                 if process.poll() is None:
                     process.kill()

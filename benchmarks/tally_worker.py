@@ -35,7 +35,7 @@ class Manner:
         port: of the server on this machine.
         tally: what to push and to check.
         pause_s: length of a step's computation.
-        longest_pause_s: if it is more, lengths are drawn between the two, each ratio as likely as any other.
+        longest_pause_s: if it is more, lengths are drawn between the two.
         say_s: seconds between two lines; 0: a line for each answer.
         reconnect_timeout_s: how long to look for a lost server.
     """
@@ -48,8 +48,8 @@ class Manner:
     reconnect_timeout_s: float
 
     def drawn_pause_s(self, chance: random.Random) -> float:
-        """Return the length of the next computation; `pause_s` is not 0."""
-        return self.pause_s * max(1.0, self.longest_pause_s / self.pause_s) ** chance.random()
+        """Return the length of the next computation."""
+        return chance.uniform(self.pause_s, max(self.pause_s, self.longest_pause_s))
 
 
 class Voice:
@@ -103,8 +103,8 @@ def work(rank: int, manner: Manner, voice: Voice) -> None:
                 )
             if update.done:
                 return
-            if manner.pause_s:
-                time.sleep(manner.drawn_pause_s(chance))
+            if (pause_s := manner.drawn_pause_s(chance)) > 0:
+                time.sleep(pause_s)
             tally.mark(gradients, update.step)
             before, pushes = own, pushes + 1
             update = server.push(gradients, loss=1.0, examples=1)

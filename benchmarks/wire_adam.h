@@ -39,8 +39,9 @@ static inline __attribute__((always_inline)) void adam_rows(
     }
 }
 
-static void add_rows(const float *restrict g0, const float *restrict g1, const float *restrict g2,
-                     const float *restrict g3, float *restrict sum, size_t count) {
+/* The sum of four gradients, of which the first may be `sum` itself. */
+static void add_rows(const float *g0, const float *restrict g1, const float *restrict g2, const float *restrict g3,
+                     float *sum, size_t count) {
     for (size_t i = 0; i < count; i++) sum[i] = g0[i] + g1[i] + g2[i] + g3[i];
 }
 

@@ -1,1 +1,1 @@
-"""What is kept on the disk of a run, so that it can go on to the bit; and how it is written and read."""
+"""What is kept on the disk of a run, so that it goes on with the same bits; and how it is written and read."""

@@ -13,13 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from protocol.errors import ConfigurationError
 from protocol.extras import installing
 from ps.coordination.instructions import CloseRound, SkipRound
 from ps.monitoring.metrics import Metrics, TestResult
-from ps.storage.schedules import Schedule
+
+if TYPE_CHECKING:
+    from ps.storage.schedules import Schedule
 
 logger = logging.getLogger("weighmaster.ps")
 
@@ -173,7 +175,7 @@ class EventFile:
 class TensorBoard:
     """Takes the figures of a run, and has a thread write them."""
 
-    def __init__(self, directory: Path, schedule: Schedule, first_step: int, wall_time: float) -> None:
+    def __init__(self, directory: Path, schedule: "Schedule", first_step: int, wall_time: float) -> None:
         """Open the file and start the thread.
 
         Args:

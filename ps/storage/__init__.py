@@ -1,1 +1,1 @@
-"""The numbers of a run: values, moments and gradients, and the compiled loops that update them."""
+"""The numbers of a run, in memory: values, moments and gradients, and the compiled loops that update them."""

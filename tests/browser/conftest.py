@@ -4,22 +4,19 @@ import contextlib
 
 import pytest
 
-from benchmarks.browser import NoBrowserError, browser
+from benchmarks.browser import NoBrowserError, browser, programs
 from ps.monitoring.status_server import StatusServer
 
 
 @pytest.fixture
 def open_browser():
     """Return a function that opens a browser; each is closed when the test has ended."""
+    try:
+        programs()
+    except NoBrowserError as error:
+        pytest.skip(str(error))
     with contextlib.ExitStack() as stack:
-
-        def launch(**options):
-            try:
-                return stack.enter_context(browser(**options))
-            except NoBrowserError as error:
-                pytest.skip(str(error))
-
-        yield launch
+        yield lambda **options: stack.enter_context(browser(**options))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The C server that benchmarks compare with: its update must be Adam on the mean, or it is no floor for anybody."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from benchmarks.processes import processes
 from benchmarks.workload import BETA1, BETA2, EPSILON, LEARNING_RATE, Workload
 
 STEPS = 3
-STREAMED = 8 << 20
+HEADER = Path(__file__).parents[2] / "benchmarks" / "wire_adam.h"
+(STREAMED,) = (int(more) << 20 for more in re.findall(r"STREAMED_FLOATS = (\d+) << 20;", HEADER.read_text()))
 """Values with more elements than this are written past the caches."""
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="wire.c needs a C compiler called cc")
