@@ -60,11 +60,11 @@ def test_only_drawn_rounds_are_validated_and_the_others_close_without_the_valida
 
 
 def test_a_run_that_is_to_be_validated_waits_for_the_validator(processes):
-    server = start(processes, 2, aggregation="evidence", validator_every=1, start_timeout=1)
+    server = start(processes, 2, aggregation="evidence", validator_every=1, start_timeout=8)
     clients = [light(processes, server, GOOD, rank=rank) for rank in (0, 1)]
-    server.fails(7, "a validator did not come within 1 s")
+    server.fails(7, "a validator did not come within 8 s")
     for process in clients:
-        process.fails(7, "a validator did not come within 1 s")
+        process.fails(7, "a validator did not come within 8 s")
 
 
 def test_a_rule_without_a_validator_refuses_one(processes):
