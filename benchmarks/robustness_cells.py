@@ -5,7 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "cosine_trust", "evidence", "master")
+RULES = (
+    "mean",
+    "clipped_mean",
+    "median",
+    "trimmed_mean",
+    "krum",
+    "multi_krum",
+    "cosine_trust",
+    "evidence",
+    "master",
+)
 VALIDATED_RULES = ("cosine_trust", "evidence", "master")
 """Rules that use a validator; of these, `evidence` and `master` work without one too."""
 

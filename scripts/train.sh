@@ -341,7 +341,9 @@ launch_server
 waited=0
 while ! began && alive "$ps_pid"; do
     pause 0.1
-    if ((++waited == 30)); then say "The parameter server is starting; the first time it compiles its kernels."; fi
+    if ((++waited == 30)) && alive "$ps_pid"; then
+        say "The parameter server is starting; the first time it compiles its kernels."
+    fi
 done
 
 if began && alive "$ps_pid"; then
