@@ -28,10 +28,7 @@ Pairs = Iterable[tuple[Any, Any]]
 
 def encode_header(message: Message) -> bytes:
     """Return the header of a message."""
-    fields = {}
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        fields[field.name] = value.value if isinstance(value, StrEnum) else value
+    fields = {name: getattr(message, name) for name in _shape_of(type(message)).names}
     packed: bytes = msgpack.packb(fields)
     return packed
 
@@ -48,16 +45,16 @@ def decode_header(kind: int, header: bytes) -> Message:
     cls = MESSAGES.get(Kind(kind)) if kind in Kind._value2member_map_ else None
     if cls is None:
         raise RemoteProtocolError(f"the peer sent a message of unknown kind {kind}")
-    names = _field_types(cls)
-    fields = _unpack(header, cls.__name__, names)
-    for name in names:
-        if name not in fields:
-            raise RemoteProtocolError(f"the peer sent a {cls.__name__} without the field {name!r}")
+    shape = _shape_of(cls)
+    fields = _unpack(header, cls.__name__, shape.names)
+    if len(fields) < len(shape.names):
+        missing = next(name for name in shape.names if name not in fields)
+        raise RemoteProtocolError(f"the peer sent a {cls.__name__} without the field {missing!r}")
     try:
-        for name, (enum, is_tuple) in names.items():
-            if enum is not None:
-                fields[name] = enum(fields[name])
-            elif is_tuple and isinstance(fields[name], list):
+        for name, enum in shape.enums.items():
+            fields[name] = enum(fields[name])
+        for name in shape.tuples:
+            if isinstance(fields[name], list):
                 fields[name] = tuple(fields[name])
         return cls(**fields)
     except (ValueError, TypeError) as error:
@@ -122,18 +119,34 @@ def _next(walker: Any, header: memoryview, limit: int) -> Any:
     return msgpack.unpackb(piece, strict_map_key=True, max_array_len=MAX_WORDS, max_map_len=0, max_ext_len=0)
 
 
-_FieldTypes = dict[str, tuple[type[StrEnum] | None, bool]]
-_types: dict[type[Message], _FieldTypes] = {}
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What the codec has to know of a kind of message.
+
+    Attributes:
+        names: of the fields, in order, as keys for quick look-ups.
+        enums: those that are one of a few words, with their type.
+        tuples: those that are lists on the wire.
+    """
+
+    names: dict[str, None]
+    enums: dict[str, type[StrEnum]]
+    tuples: tuple[str, ...]
 
 
-def _field_types(cls: type[Message]) -> _FieldTypes:
-    found = _types.get(cls)
-    if found is None:
-        hints = get_type_hints(cls)
-        found = {}
-        for field in dataclasses.fields(cls):
-            hint = hints[field.name]
-            enum = hint if isinstance(hint, type) and issubclass(hint, StrEnum) else None
-            found[field.name] = (enum, field.name == "codecs")
-        _types[cls] = found
-    return found
+_shapes: dict[type[Message], _Shape] = {}
+
+
+def _shape_of(cls: type[Message]) -> _Shape:
+    if cls not in _shapes:
+        _shapes[cls] = _make_shape(cls)
+    return _shapes[cls]
+
+
+def _make_shape(cls: type[Message]) -> _Shape:
+    hints = get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    enums = {
+        name: hints[name] for name in names if isinstance(hints[name], type) and issubclass(hints[name], StrEnum)
+    }
+    return _Shape(dict.fromkeys(names), enums, tuple(name for name in names if name == "codecs"))

@@ -2,8 +2,9 @@
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from protocol.connection import Connection
 from protocol.deadlines import GRACE_S, Deadline, Patience
@@ -20,6 +21,28 @@ HEADER_BLOCK = 64 << 10
 
 HANDSHAKE_S = 10.0
 """Time for each step of the handshake."""
+
+
+class Intake(Protocol):
+    """Takes a payload block by block, and looks at each while it is in the cache."""
+
+    @property
+    def block_ends(self) -> Sequence[int]:
+        """Ascending ends of the blocks, in bytes; the last is that of the payload."""
+
+    def received(self, end: int) -> None:
+        """Take note of a block that has been received; of those that `drain` has received it knows."""
+
+    def drain(self, descriptor: int, start: int) -> int:
+        """Receive by itself from the socket that has a descriptor, whole blocks as long as they come.
+
+        Args:
+            descriptor: of a socket that blocks.
+            start: the byte of the payload that is due.
+
+        Returns:
+            The byte that is due now; `start` if nothing came, for whatever reason.
+        """
 
 
 class Link:
@@ -77,9 +100,12 @@ class Link:
             LocalProtocolError: this side may not say this here, or not with this payload; nothing was sent.
             NetworkError: the peer is gone, or takes no bytes or too few.
         """
-        size_bytes = sum(memoryview(buffer).nbytes for buffer in payload)
         with self._sending:
             announced = self.connection.payload_of(message.KIND)
+            size_bytes = sum(map(len, payload))
+            if size_bytes != announced:  # flat buffers of bytes are taken as they are, others are looked at
+                payload = [memoryview(buffer).cast("B") for buffer in payload if len(buffer)]
+                size_bytes = sum(map(len, payload))
             if size_bytes != announced:
                 raise LocalProtocolError(
                     f"a {message.KIND.name} payload of {size_bytes} bytes cannot be sent; it must be {announced}"
@@ -129,32 +155,29 @@ class Link:
                 raise
             if message is not None:
                 return message
-            if deadline is None:  # a header with a manifest may take as long as its size allows
+            if deadline is None and self.connection.needed > HEADER_BLOCK:
+                # One with a manifest may take as long as its size allows.
                 patience = Patience(self.connection.needed, self.silence_s)
 
     def _receive_piece(self, size: int, patience: Patience) -> bytearray:
         """Receive `size` bytes; memory grows with what has come, not with what was announced."""
         piece = bytearray()
-        while len(piece) < size:
+        while True:
             block = bytearray(min(size - len(piece), HEADER_BLOCK))
             self.channel.receive_into(memoryview(block), patience)
             self.heard_at = time.monotonic()
-            piece += block
-        return piece
+            piece = piece + block if piece else block
+            if len(piece) == size:
+                return piece
 
     def receive_payload(
-        self,
-        view: memoryview,
-        block_ends: Sequence[int] = (),
-        received: Callable[[int], None] | None = None,
-        midway: Callable[[], object] | None = None,
+        self, view: memoryview, intake: "Intake | None" = None, midway: Callable[[], object] | None = None
     ) -> None:
         """Receive the payload of the last message straight into place.
 
         Args:
             view: where it goes; exactly as long as the payload.
-            block_ends: ascending ends of the blocks in which it is read; every `RECEIVE_BLOCK` if empty.
-            received: called with the end of each block once it is there, while the block is still in the cache.
+            intake: says in which blocks it is read, and looks at each; every `RECEIVE_BLOCK` if None.
             midway: called when half of the payload has been received.
 
         Raises:
@@ -162,24 +185,35 @@ class Link:
             NetworkError: the peer closed, fell silent or is too slow.
         """
         due = self.connection.payload_bytes
-        if view.nbytes != due or (block_ends and block_ends[-1] != due):
+        ends: Sequence[int] = range(RECEIVE_BLOCK, due + RECEIVE_BLOCK, RECEIVE_BLOCK)
+        if intake is not None:
+            ends = intake.block_ends
+        if view.nbytes != due or (intake is not None and due and ends[-1] != due):
             raise LocalProtocolError(
                 f"a payload of {due} bytes cannot be received into {view.nbytes} bytes"
-                + (f" in blocks up to {block_ends[-1]}" if block_ends else "")
+                + (f" in blocks up to {ends[-1]}" if intake is not None and ends else "")
             )
-        patience = Patience(view.nbytes, self.silence_s)
+        patience = Patience(due, self.silence_s)
+        descriptor = None if intake is None or midway is not None else self.channel.descriptor
         start = 0
-        for end in block_ends or range(RECEIVE_BLOCK, view.nbytes + RECEIVE_BLOCK, RECEIVE_BLOCK):
-            if midway is not None and end >= view.nbytes // 2:
-                half = view.nbytes // 2
-                self.channel.receive_into(view[start:half], patience)
+        while start < due:
+            if intake is not None and descriptor is not None:
+                before, start = start, intake.drain(descriptor, start)
+                if start > before:
+                    self.heard_at = time.monotonic()
+                    patience.moved()
+                    patience.check(self.channel.peer)
+                    continue  # there may be more; what keeps it from coming shows when nothing does
+            end = ends[bisect_right(ends, start)]
+            if midway is not None and end >= due // 2:
+                self.channel.receive_into(view[start : due // 2], patience)
                 midway()
-                start, midway, patience = half, None, Patience(view.nbytes, self.silence_s)
+                start, midway, patience = due // 2, None, Patience(due, self.silence_s)
             self.channel.receive_into(view[start:end], patience)
             self.heard_at = time.monotonic()
-            if received is not None:
-                received(end)
-            start = end
+            if intake is not None:
+                intake.received(end)
+            start = min(end, due)
         self.connection.payload_received()
 
     def discard_payload(self) -> None:

@@ -79,6 +79,11 @@ class TlsChannel:
         self._ahead = self._ahead_buffer[:0]
         self._end: WeighmasterError | None = None
 
+    @property
+    def descriptor(self) -> int | None:
+        """None: the socket's bytes are not the peer's words."""
+        return None
+
     def secure(self, patience: Patience) -> None:
         """Shake hands: agree on keys, check certificates.
 

@@ -22,6 +22,9 @@ TICK_S = 1.0
 MAX_BUFFERS = 512
 """Buffers handed to one `sendmsg`; the kernel refuses more than 1024."""
 
+WAIT_FOR_ALL = int(socket.MSG_WAITALL)
+"""To `recv`: return when everything has come, or nothing comes for the time-out of the socket."""
+
 LOCAL_SEND_BYTES = 512 << 10
 """Send buffer that is asked for between processes of one machine, so that what is on its way stays in the cache.
 On a network the kernel's own choice is better, which grows with the distance."""
@@ -45,6 +48,10 @@ class Channel(Protocol):
 
     peer: str
     certificate: bytes
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket's, where its bytes are what the peer has said; None with TLS."""
 
     def secure(self, patience: Patience) -> None:
         """Shake hands, before anything else is sent or received; without TLS there is nothing to do."""
@@ -116,33 +123,33 @@ class PlainChannel:
         self._poll.register(sock, select.POLLIN)
         self._woken_by: int | None = None  # a number, since the wake itself may be closed by the next wait
 
+    @property
+    def descriptor(self) -> int | None:
+        """The socket's; whoever receives from it by itself must know that it blocks for a second at most."""
+        return self._socket.fileno()
+
     def secure(self, patience: Patience) -> None:
         """Do nothing: there is no TLS here."""
 
     def send(self, buffers: Sequence[memoryview | bytes], patience: Patience) -> None:
-        """Send all buffers in order; partial sends are resumed.
+        """Send all buffers, flat ones of bytes, in order; partial sends are resumed.
 
         Raises:
             ConnectionLost: the connection broke.
             PeerSilent: the peer takes no bytes, or too few.
         """
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        position = 0
-        while position < len(views):
+        rest: Sequence[memoryview | bytes] = buffers
+        while rest:
             try:
-                sent = self._socket.sendmsg(views[position : position + MAX_BUFFERS])
+                sent = self._socket.sendmsg(rest[:MAX_BUFFERS])
             except BlockingIOError:
                 patience.check(self.peer)
                 continue
             except OSError as error:
                 raise self._lost(error) from error
             patience.moved()
-            while position < len(views) and sent >= views[position].nbytes:
-                sent -= views[position].nbytes
-                position += 1
-            if sent:
-                views[position] = views[position][sent:]
-            if position < len(views):
+            rest = _after(rest, sent)
+            if rest:
                 patience.check(self.peer)
 
     def receive_into(self, view: memoryview, patience: Patience) -> None:
@@ -155,7 +162,7 @@ class PlainChannel:
         got = 0
         while got < view.nbytes:
             try:
-                count = self._socket.recv_into(view[got:], 0, socket.MSG_WAITALL)
+                count = self._socket.recv_into(view[got:], 0, WAIT_FOR_ALL)
             except BlockingIOError:
                 patience.check(self.peer)
                 continue
@@ -232,6 +239,17 @@ class PlainChannel:
 
     def _lost(self, error: OSError) -> NetworkError:
         return ConnectionLost(f"the connection to {self.peer} broke: {error.strerror or error}")
+
+
+def _after(buffers: Sequence[memoryview | bytes], sent: int) -> Sequence[memoryview | bytes]:
+    """Return what is left of flat buffers after their first `sent` bytes."""
+    if sent == sum(map(len, buffers)):  # nearly always
+        return ()
+    for index, buffer in enumerate(buffers):
+        if sent < len(buffer):
+            return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
+        sent -= len(buffer)
+    return ()
 
 
 def _choose_congestion_control(sock: socket.socket, choice: str, is_local: bool) -> None:

@@ -12,6 +12,9 @@ from protocol.tensors import Layout, SideSpec, VariableSpec
 
 Buffers = Sequence[memoryview | bytes]
 
+_PLAIN = (np.dtype(np.float32), np.dtype(np.float64))
+"""Dtypes that need no second look: in the byte order of this machine, and known to the buffer protocol."""
+
 _CASTABLE = ("float16", "float32", "float64")
 """Floating dtypes that NumPy has by itself."""
 
@@ -42,7 +45,9 @@ class Scatter:
                 raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
             gradient = np.asarray(gradients[name])
             _check(spec, gradient)
-            if gradient.size:
+            if gradient.ndim and gradient.size and gradient.flags.c_contiguous and gradient.dtype in _PLAIN:
+                buffers.append(gradient.data.cast("B"))  # the ordinary case; a step waits for this
+            elif gradient.size:
                 if not gradient.dtype.isnative:
                     gradient = gradient.astype(gradient.dtype.newbyteorder())
                 buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)

@@ -323,7 +323,8 @@ class Session(threading.Thread):
             self._server.settle()
             if not self.link.wait(self._tick_s, self._wake):
                 self._wake.clear()
-                self._keep_alive()
+                if not self._outbox:
+                    self._keep_alive()
                 continue
             message = self.link.receive()
             match message:
@@ -367,7 +368,7 @@ class Session(threading.Thread):
             self._discard()
             return
         midway = self._faults.midway(self.link, Point.MID_PUSH, self._rank, push.step)
-        self.link.receive_payload(receiver.buffer, receiver.block_ends, receiver.received, midway)
+        self.link.receive_payload(receiver.buffer, receiver, midway)
         self._server.push_arrived(self, push, receiver.finish())
 
     def _discard(self) -> None:

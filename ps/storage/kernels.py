@@ -270,14 +270,6 @@ def weighted_sum_of_squares(
     return squares
 
 
-@compiled()
-def zero_ranges(row: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-    """Zero the bytes `[starts[k], ends[k])` of `row`, for all k."""
-    for k in range(starts.size):
-        for i in range(starts[k], ends[k]):
-            row[i] = 0
-
-
 def warm_up(update: str, dtypes: Iterable[str] = ("float32",)) -> None:
     """Load or compile everything that a store with this update needs, so that no round waits for it.
 
@@ -286,7 +278,7 @@ def warm_up(update: str, dtypes: Iterable[str] = ("float32",)) -> None:
         dtypes: "float32", "float64" or both: the dtypes of the floating variables.
     """
     none = np.empty(0, np.int64)
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(zero_ranges, (np.empty(0, np.uint8), none, none))]
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for dtype in dtypes:
         flat, rows = np.empty(0, dtype), np.empty((1, 0), dtype)
         summands = (rows, 0, none, flat)

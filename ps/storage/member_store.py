@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from protocol.arena import aligned_empty
 from protocol.errors import LocalProtocolError
 from protocol.tensors import SHARED, Kind, Layout, Manifest, Run
-from ps.storage.receiver import Receiver, first_not_finite, plan_blocks
+from ps.storage.receiver import Blocks, Receiver, first_not_finite
 from ps.storage.runs import Calls, Place, delta_calls, update_calls
 from ps.storage.snapshots import OPTIMIZER, StoreSnapshot, Tensors, check_same
 from ps.storage.store import Store
@@ -84,7 +84,7 @@ class MemberStore(Store):
     def receiver(self, slot: int) -> Receiver:
         """Return a receiver for the row of a rank."""
         part = self.parts[slot]
-        return Receiver(self._slab[slot][: part.payload_bytes], part, plan_blocks(part))
+        return Receiver(self._slab[slot][: part.payload_bytes], part, Blocks.of(part))
 
     def row(self, rank: int) -> NDArray[np.uint8]:
         """Return what a rank has pushed, uint8 [payload_bytes of its part]."""

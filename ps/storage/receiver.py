@@ -1,6 +1,7 @@
 """The slab's rows as gradients arrive in them: gaps zeroed, values checked and measured block by block."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,13 +9,16 @@ from numpy.typing import NDArray
 
 from protocol.errors import LocalProtocolError
 from protocol.tensors import FLOATING, Kind, Layout
-from ps.storage import kernels
+from ps.storage import intake, kernels
 
-RECEIVE_BLOCK_BYTES = 1 << 20
-"""A gradient is checked in blocks of this size as it arrives, while they are in the cache."""
+BLOCK_BYTES = 1 << 18
+"""A gradient is checked in blocks of this size as it arrives: small enough for the cache of one core."""
 
 COMPUTED = ("float32", "float64")
 """Floating dtypes that the server computes in."""
+
+_KINDS = (Kind.TRAINABLE, Kind.STATE)
+"""Norms are taken of the variables of each kind."""
 
 
 @dataclass(frozen=True)
@@ -35,69 +39,88 @@ class PushCheck:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """Part of a payload: its end, its gaps in bytes, its floating stretches in elements of their dtype."""
+class Blocks:
+    """A payload divided into blocks, each judged while it is in the cache; made once for a layout.
 
-    end: int
-    gap_starts: NDArray[np.int64]
-    gap_ends: NDArray[np.int64]
-    stretches: tuple[tuple[Kind, str, int, int], ...]
+    Attributes:
+        ends: of the blocks in bytes: multiples of 64.
+        plan: what `intake.judge` needs to know of them: gaps of each, and floating stretches.
+    """
 
+    ends: tuple[int, ...]
+    plan: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
-def plan_blocks(layout: Layout) -> tuple[Block, ...]:
-    """Divide a layout's payload into blocks; done once, for all receivers."""
-    tensors = (*layout.slots, *layout.sides)
-    starts = np.array([slot.end for slot in tensors], np.int64)
-    ends = np.array([*(slot.offset for slot in tensors[1:]), layout.payload_bytes][: len(tensors)], np.int64)
-    starts, ends = starts[ends > starts], ends[ends > starts]
-    blocks: list[Block] = []
-    for begin in range(0, layout.payload_bytes, RECEIVE_BLOCK_BYTES):
-        end = min(begin + RECEIVE_BLOCK_BYTES, layout.payload_bytes)
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """First byte of each gap, and the one after it."""
+        return [(int(first), int(stop)) for first, stop in self.plan[1]]
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Blocks":
+        """Divide a layout's payload."""
+        tensors = (*layout.slots, *layout.sides)
+        starts = np.array([slot.end for slot in tensors], np.int64)
+        stops = np.array([*(slot.offset for slot in tensors[1:]), layout.payload_bytes][: len(tensors)], np.int64)
+        gaps = np.stack([starts, stops], axis=1)[stops > starts]
+        ends = [
+            min(begin + BLOCK_BYTES, layout.payload_bytes) for begin in range(0, layout.payload_bytes, BLOCK_BYTES)
+        ]
         # Blocks end at multiples of the alignment and gaps are shorter than it, so none is cut in two.
-        inside = slice(*np.searchsorted(starts, (begin, end)))
-        stretches = []
-        for run in layout.runs:
-            first, last = max(run.start, begin), min(run.end, end)
-            if first < last and run.dtype in FLOATING:
-                size = np.dtype(run.dtype).itemsize
-                stretches.append((run.kind, run.dtype, first // size, last // size))
-        blocks.append(Block(end, starts[inside], ends[inside], tuple(stretches)))
-    return tuple(blocks)
+        gap_of = np.searchsorted(gaps[:, 0], [0, *ends]).astype(np.int64)
+        stretches: list[tuple[int, int, int, int]] = []
+        stretch_of = [0]
+        for begin, end in zip([0, *ends], ends, strict=False):
+            for run in layout.runs:
+                first, last = max(run.start, begin), min(run.end, end)
+                if first < last and run.dtype in COMPUTED:
+                    size = np.dtype(run.dtype).itemsize
+                    stretches.append((_KINDS.index(run.kind), size, first // size, last // size))
+            stretch_of.append(len(stretches))
+        table = np.array(stretches, np.int64).reshape(-1, 4)
+        return cls(tuple(ends), (gap_of, gaps, np.array(stretch_of, np.int64), table))
 
 
 class Receiver:
     """Takes one gradient into one slot, block by block; used by one thread at a time."""
 
-    def __init__(self, row: NDArray[np.uint8], layout: Layout, blocks: tuple[Block, ...]) -> None:
+    def __init__(self, row: NDArray[np.uint8], layout: Layout, blocks: Blocks) -> None:
         self.buffer = row.data
         """The row to receive into, `payload_bytes` long."""
-        self.block_ends = tuple(block.end for block in blocks)
+        self.block_ends = blocks.ends
         """Where blocks end: multiples of 64, the same for all receivers of a store."""
         self._row = row
-        self._typed = {dtype: row.view(dtype) for dtype in COMPUTED}
         self._layout = layout
-        self._blocks = blocks
+        self._squares = np.zeros(len(_KINDS))
+        self._judging = (*blocks.plan, self._squares)
+        self._draining = (np.array(blocks.ends, np.int64), *self._judging)
         self.restart()
 
     def restart(self) -> None:
         """Forget what has arrived: the next block is the first."""
         self._done = 0
-        self._squares = {Kind.TRAINABLE: 0.0, Kind.STATE: 0.0}
+        self._squares[:] = 0.0
 
     def received(self, end: int) -> None:
-        """Take note that all bytes up to `end` have arrived; to be called once for each of `block_ends`.
+        """Take note that all bytes up to `end` have arrived; to be called once for each block not yet drained.
 
         Raises:
             LocalProtocolError: `end` is not the end of the next block.
         """
-        if self._done == len(self._blocks) or self._blocks[self._done].end != end:
+        if self._done == len(self.block_ends) or self.block_ends[self._done] != end:
             raise LocalProtocolError(f"byte {end} is not where block {self._done} of a push ends")
-        block = self._blocks[self._done]
-        if block.gap_starts.size:
-            kernels.zero_ranges(self._row, block.gap_starts, block.gap_ends)
-        for kind, dtype, first, last in block.stretches:
-            self._squares[kind] += kernels.sum_of_squares(self._typed[dtype][first:last])
+        intake.judge(self._row, self._done, *self._judging)
         self._done += 1
+
+    def drain(self, descriptor: int, start: int) -> int:
+        """Receive from a socket that blocks, as long as whole blocks come; return the byte that is due next.
+
+        Args:
+            descriptor: of the socket.
+            start: the byte that is due; blocks before the one that it is in have been received.
+        """
+        start = intake.drain(descriptor, self._row, start, self._done, *self._draining)
+        self._done = bisect_right(self.block_ends, start)
+        return start
 
     def finish(self) -> PushCheck:
         """Return the verdict on a gradient that has arrived whole.
@@ -105,10 +128,11 @@ class Receiver:
         Raises:
             LocalProtocolError: blocks are missing.
         """
-        if self._done != len(self._blocks):
-            raise LocalProtocolError(f"{len(self._blocks) - self._done} blocks of a push have not arrived")
-        if math.isfinite(sum(self._squares.values())):
-            return PushCheck(True, None, *(math.sqrt(self._squares[kind]) for kind in (Kind.TRAINABLE, Kind.STATE)))
+        if self._done != len(self.block_ends):
+            raise LocalProtocolError(f"{len(self.block_ends) - self._done} blocks of a push have not arrived")
+        trainable, state = self._squares.tolist()
+        if math.isfinite(trainable + state):
+            return PushCheck(True, None, math.sqrt(trainable), math.sqrt(state))
         return PushCheck(False, first_not_finite(self._row, self._layout), math.inf, math.inf)
 
 
@@ -119,8 +143,8 @@ def first_not_finite(buffer: NDArray[np.uint8], layout: Layout) -> str | None:
         if slot.spec.dtype not in FLOATING:
             continue
         values = buffer[slot.offset : slot.end].view(slot.spec.dtype)
-        for first in range(0, values.size, RECEIVE_BLOCK_BYTES):
-            total += kernels.sum_of_squares(values[first : first + RECEIVE_BLOCK_BYTES])
+        for first in range(0, values.size, BLOCK_BYTES):
+            total += kernels.sum_of_squares(values[first : first + BLOCK_BYTES])
         if not math.isfinite(total):
             return slot.spec.name
     return None

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from protocol.arena import aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, numpy_dtype
-from ps.storage import kernels, reductions
+from ps.storage import intake, kernels, reductions
 from ps.storage.comparison import Comparison
-from ps.storage.receiver import COMPUTED, Receiver, first_not_finite, plan_blocks
+from ps.storage.receiver import COMPUTED, Blocks, Receiver, first_not_finite
 from ps.storage.runs import (
     Place,
     TrainableRun,
@@ -71,9 +71,10 @@ class Store:
         self.config = config
         optimizer = config.optimizer
         kernels.warm_up(optimizer.kernel, sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
+        intake.warm_up()
         if config.reductions:
             reductions.warm_up(sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
-        self._blocks = plan_blocks(layout)
+        self._blocks = Blocks.of(layout)
         rows = config.slots + config.references
         # Uninitialised on purpose: a row that is never received into costs no memory.
         row_bytes = layout.payload_bytes if row_bytes is None else row_bytes
@@ -200,9 +201,8 @@ class Store:
             target = self._versions.reserve()
             arena = self._versions.arenas[target]
             np.copyto(arena.buffer, source)
-            for block in self._blocks:
-                inside = block.gap_starts < self.layout.values_bytes
-                kernels.zero_ranges(arena.buffer, block.gap_starts[inside], block.gap_ends[inside])
+            for first, stop in self._blocks.gaps:
+                arena.buffer[first:stop] = 0  # those behind the values are no part of it
             bad = first_not_finite(arena.buffer, self.layout)
             if bad is not None:
                 raise NotFinite(bad)

@@ -28,6 +28,8 @@ class MemoryChannel:
         self.closed_with = None
         self.between = lambda size, patience: None
 
+    descriptor = None
+
     def send(self, buffers, patience):
         self.outgoing.extend(b"".join(buffers))
 
@@ -45,6 +47,24 @@ class MemoryChannel:
 
     def close(self, linger_s=0.0):
         self.closed_with = linger_s
+
+
+class Blocks:
+    """Takes note of the blocks that it is told of."""
+
+    def __init__(self, ends, look=lambda end: end, drained=()):
+        self.block_ends = ends
+        self.seen = []
+        self._look = look
+        self._drained = iter(drained)
+        self.asked = []
+
+    def received(self, end):
+        self.seen.append(self._look(end))
+
+    def drain(self, descriptor, start):
+        self.asked.append((descriptor, start))
+        return start + next(self._drained)
 
 
 @pytest.fixture
@@ -127,7 +147,7 @@ def test_a_payload_is_received_whole_or_not_at_all(links, size, block_ends, mess
     worker.send(SAMPLES[Kind.PUSH], [bytes(range(192))])
     server.receive()
     with pytest.raises(LocalProtocolError, match=message):
-        server.receive_payload(memoryview(bytearray(size)), block_ends)
+        server.receive_payload(memoryview(bytearray(size)), Blocks(block_ends) if block_ends else None)
     payload = bytearray(192)
     server.receive_payload(memoryview(payload))
     assert payload == bytes(range(192))
@@ -158,13 +178,72 @@ def test_a_payload_can_be_received_in_blocks_that_are_told_as_they_come(links):
     worker.send(SAMPLES[Kind.PUSH], [payload.data])
     server.receive()
     received = np.zeros_like(payload)
-    seen = []
+    blocks = Blocks((64, 128, 192), lambda end: (end, received[:end].tobytes() == bytes(range(end))))
+    server.receive_payload(memoryview(received), blocks)
+    assert blocks.seen == [(64, True), (128, True), (192, True)]
+    assert blocks.asked == []  # there is no socket to drain
+
+
+def test_blocks_are_drained_as_long_as_they_come_and_then_received(links):
+    """Of 192 bytes the first 64 and half of the next block are drained; the rest is received here."""
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(range(192))])
+    server.receive()
+    server.channel.descriptor = 7
+    for _ in range(96):
+        server.channel.incoming.popleft()
+    received = np.zeros(192, np.uint8)
+    blocks = Blocks((64, 128, 192), drained=(64, 32, 0, 0))
+    server.receive_payload(received.data, blocks)
+    assert blocks.asked == [(7, 0), (7, 64), (7, 96), (7, 128)]
+    assert blocks.seen == [128, 192]
+    assert received[96:].tobytes() == bytes(range(96, 192))
+    worker.send(Bye())
+    assert server.receive() == Bye()
+
+
+def test_a_payload_that_was_drained_whole_is_not_waited_for(links):
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)])
+    server.receive()
+    server.channel.descriptor = 7
+    server.channel.incoming.clear()
+    blocks = Blocks((64, 128, 192), drained=(128, 64))
+    server.receive_payload(memoryview(bytearray(192)), blocks)
+    assert (blocks.asked, blocks.seen) == ([(7, 0), (7, 128)], [])
+    worker.send(Bye())
+    assert server.receive() == Bye()
+
+
+def test_who_trickles_while_it_is_drained_is_given_up_as_anybody_else(links, monkeypatch):
+    """A byte a second keeps a peer alive, but the whole must end in its time."""
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)])
+    server.receive()
+    server.channel.descriptor = 7
+    now = [1000.0]
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
+
+    class Trickle(Blocks):
+        def drain(self, descriptor, start):
+            now[0] += 1.0
+            return start + 1
+
+    with pytest.raises(PeerSilent, match="moves too few bytes"):
+        server.receive_payload(memoryview(bytearray(192)), Trickle((64, 128, 192)))
+    assert now[0] - 1000.0 == pytest.approx(deadlines.GRACE_S, abs=1.5)
+
+
+def test_a_fault_in_mid_payload_comes_at_its_very_byte_so_nothing_is_drained(links):
+    worker, server = links
+    worker.send(SAMPLES[Kind.PUSH], [bytes(192)])
+    server.receive()
+    server.channel.descriptor = 7
+    blocks, left = Blocks((64, 128, 192)), []
     server.receive_payload(
-        memoryview(received),
-        (64, 128, 192),
-        lambda end: seen.append((end, received[:end].tobytes() == bytes(range(end)))),
+        memoryview(bytearray(192)), blocks, midway=lambda: left.append(len(server.channel.incoming))
     )
-    assert seen == [(64, True), (128, True), (192, True)]
+    assert (left, blocks.asked, blocks.seen) == ([96], [], [64, 128, 192])
 
 
 def test_a_payload_that_is_not_wanted_is_read_away():
@@ -450,12 +529,11 @@ def test_halfway_through_a_payload_half_of_it_has_come_however_it_is_read(links,
     payload = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)
     worker.send(SAMPLES[Kind.PUSH], [payload.data])
     server.receive()
-    left, ends, received = [], [], np.empty_like(payload)
-    server.receive_payload(
-        received.data, block_ends, ends.append, midway=lambda: left.append(len(server.channel.incoming))
-    )
+    left, received = [], np.empty_like(payload)
+    blocks = Blocks(block_ends) if block_ends else None
+    server.receive_payload(received.data, blocks, midway=lambda: left.append(len(server.channel.incoming)))
     assert left == [96]
-    assert ends == list(block_ends or [RECEIVE_BLOCK])
+    assert blocks is None or blocks.seen == list(block_ends)
     np.testing.assert_array_equal(received, payload)
 
 

@@ -11,7 +11,7 @@ from protocol.arena import Arena, aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError, NoProgress
 from protocol.tensors import Kind, Layout, Manifest, SideSpec, VariableSpec
 from ps.storage.optimizers import SGD, Adam
-from ps.storage.receiver import RECEIVE_BLOCK_BYTES
+from ps.storage.receiver import BLOCK_BYTES
 from ps.storage.store import Store
 from ps.storage.store_config import NotFinite, StoreConfig
 
@@ -34,7 +34,7 @@ MIXED = Layout.of(
 
 TRAINABLE = ("dense/kernel", "dense/bias", "precise")
 
-THREE_BLOCKS = RECEIVE_BLOCK_BYTES // 4 * 5 // 2
+THREE_BLOCKS = BLOCK_BYTES // 4 * 5 // 2
 """Elements of float32 that arrive in three blocks, the last of them half full."""
 
 
