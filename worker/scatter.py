@@ -1,5 +1,6 @@
 """Gradients by name as the buffers of one payload, in the order of a layout, gaps included. Nothing is copied."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from protocol.tensors import Layout, SideSpec, VariableSpec
 
 Buffers = Sequence[memoryview | bytes]
 
-_PLAIN = (np.dtype(np.float32), np.dtype(np.float64))
-"""Dtypes that need no second look: in the byte order of this machine, and known to the buffer protocol."""
+_PLAIN = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+"""Dtypes whose arrays can be handed on as they are: native, and known to the buffer protocol."""
 
 _CASTABLE = ("float16", "float32", "float64")
 """Floating dtypes that NumPy has by itself."""
@@ -27,7 +28,13 @@ class Scatter:
         starts = [*(slot.offset for slot in slots[1:]), layout.values_bytes]
         self._layout = layout
         self._parts = [
-            (slot.spec.name, slot.spec, bytes(start - slot.end)) for slot, start in zip(slots, starts, strict=True)
+            (
+                slot.spec.name,
+                slot.spec,
+                _PLAIN.get(slot.spec.dtype) if math.prod(slot.spec.shape) and slot.spec.shape else None,
+                bytes(start - slot.end),
+            )
+            for slot, start in zip(slots, starts, strict=True)
         ]
 
     def buffers(self, gradients: Mapping[str, NDArray[Any]]) -> Buffers:
@@ -40,20 +47,34 @@ class Scatter:
             unknown = next(name for name in gradients if name not in self._layout.by_name)
             raise ManifestMismatch(f"variable {unknown!r} is not in the manifest")
         buffers: list[memoryview | bytes] = []
-        for name, spec, gap in self._parts:
-            if name not in gradients:
-                raise ManifestMismatch(f"the gradient of variable {name!r} is missing")
-            gradient = np.asarray(gradients[name])
-            _check(spec, gradient)
-            if gradient.ndim and gradient.size and gradient.flags.c_contiguous and gradient.dtype in _PLAIN:
-                buffers.append(gradient.data.cast("B"))  # the ordinary case; a step waits for this
-            elif gradient.size:
-                if not gradient.dtype.isnative:
-                    gradient = gradient.astype(gradient.dtype.newbyteorder())
-                buffers.append(np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
+        for name, spec, plain, gap in self._parts:
+            gradient = gradients.get(name)
+            if (
+                plain is not None
+                and type(gradient) is np.ndarray
+                and gradient.dtype is plain
+                and gradient.shape == spec.shape
+                and gradient.flags.c_contiguous
+            ):
+                buffers.append(gradient.data.cast("B"))  # nearly always, and a step waits for it
+            else:
+                buffers += _looked_at(spec, gradient)
             if gap:
                 buffers.append(gap)
         return buffers
+
+
+def _looked_at(spec: VariableSpec | SideSpec, gradient: NDArray[Any] | None) -> list[memoryview]:
+    """Return a gradient as a buffer, or nothing if it has no elements, once it is what its spec says."""
+    if gradient is None:
+        raise ManifestMismatch(f"the gradient of variable {spec.name!r} is missing")
+    gradient = np.asarray(gradient)
+    _check(spec, gradient)
+    if not gradient.size:
+        return []
+    if not gradient.dtype.isnative:
+        gradient = gradient.astype(gradient.dtype.newbyteorder())
+    return [np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data]
 
 
 def _check(spec: VariableSpec | SideSpec, gradient: NDArray[Any]) -> None:
