@@ -13,7 +13,7 @@ import numpy as np
 from protocol.errors import CheckpointError
 from ps.coordination.instructions import CloseRound, Contribution
 from ps.rules.aggregation import Mean, clip_factors, state_factors
-from ps.rules.geometry import Geometry, from_products, from_projections
+from ps.rules.geometry import Geometry, Vector, from_products, from_projections
 from ps.rules.rule import Alarmed, Decision, Learner, Need, Remembers, RoundView, Rule, Totals
 from ps.storage.schedules import Schedule
 from ps.storage.store import Store
@@ -74,6 +74,10 @@ class RoundCloser:
         self._staleness_discount = staleness_discount
         self._references: tuple[int, ...] = ()
         self._reference_norm: float | None = None
+        # Asked once: whether an object follows a protocol takes longer to find out than the mean of a round.
+        self._alarmed = rule if isinstance(rule, Alarmed) else None
+        self._learner = rule if isinstance(rule, Learner) else None
+        self._totals = rule if isinstance(rule, Totals) else None
 
     def reference_arrives(self, number: int) -> None:
         """The slot of a validator is being overwritten: its earlier gradient is no more."""
@@ -90,9 +94,8 @@ class RoundCloser:
         fresh = bool(closing.references)
         if fresh:
             self._references = closing.references
-        view = _view(closing, names)
-        if self.rule.needs:
-            view = replace(view, geometry=self._measure(store, view, fresh))
+        needs = self.rule.needs
+        view = _view(closing, names, self._measure(store, closing, names, needs) if needs else None)
         decision = self.rule.decide(view)
         weights = decision.weights.tolist()
         counted = {rank: weight for rank, weight in zip(view.ranks, weights, strict=True) if weight > 0}
@@ -102,50 +105,53 @@ class RoundCloser:
             store.skip()
             return Closed(view, decision, counted, fresh)
         self.unapplied = 0
-        rate, deltas = self._rate(closing), self._state_factors(closing, decision)
+        rate, deltas = self._rate(closing), self._state_factors(closing, decision, weights)
         if decision.trim is not None:
             store.apply_trimmed(tuple(counted), decision.trim, rate, deltas)
         else:
-            store.apply(tuple(counted), tuple(counted.values()), self._factors(view, decision), rate, deltas)
+            store.apply(
+                tuple(counted), tuple(counted.values()), self._factors(view, decision, weights), rate, deltas
+            )
         return Closed(view, decision, counted, fresh)
 
     def _rate(self, closing: CloseRound) -> float:
         rate = self._schedule(closing.step)
+        if self._staleness_discount == 0.0:
+            return rate
         oldest = max((c.staleness for c in closing.contributions if not c.refused), default=0)
         return rate * math.pow(1.0 + oldest, -self._staleness_discount)
 
-    def _factors(self, view: RoundView, decision: Decision) -> list[float] | None:
-        counted = decision.weights > 0
+    def _factors(self, view: RoundView, decision: Decision, weights: list[float]) -> list[float] | None:
         factors = decision.factors
         if self._clip_worker_norm is not None:
             norms = [norm if use else 0.0 for norm, use in zip(view.norms, view.usable, strict=True)]
             factors = np.minimum(factors, clip_factors(norms, self._clip_worker_norm))
-        chosen: list[float] = factors[counted].tolist()
-        return None if all(factor == 1.0 for factor in chosen) else chosen
+        return _of_counted(factors, weights)
 
-    def _state_factors(self, closing: CloseRound, decision: Decision) -> list[float] | None:
+    def _state_factors(self, closing: CloseRound, decision: Decision, weights: list[float]) -> list[float] | None:
         if isinstance(self.rule, Mean):
             return None  # which believes everybody, in this too
+        if not any(c.state_norm for c in closing.contributions if not c.refused):
+            return None  # no floating state, or none that has changed
         norms = [c.state_norm for c in closing.contributions]
         factors = state_factors(norms, [not c.refused for c in closing.contributions], decision.yardstick)
-        chosen: list[float] = factors[decision.weights > 0].tolist()
-        return None if all(factor == 1.0 for factor in chosen) else chosen
+        return _of_counted(factors, weights)
 
-    def _measure(self, store: Store, view: RoundView, fresh: bool) -> Geometry:
-        needs = self.rule.needs
-        slots = tuple(rank for rank, use in zip(view.ranks, view.usable, strict=True) if use)
+    def _measure(self, store: Store, closing: CloseRound, names: Sequence[str], needs: frozenset[Need]) -> Geometry:
+        usable = [not c.refused for c in closing.contributions]
+        slots = tuple([c.rank for c in closing.contributions if not c.refused])
+        fresh = bool(closing.references)
         references = self._references if Need.REFERENCE in needs else ()
         moment = Need.MOMENTUM in needs and store.has_momentum
-        if len(slots) <= MAX_GRAM or not isinstance(self.rule, Totals):
+        if len(slots) <= MAX_GRAM or self._totals is None:
             products = store.comparison.inner_products(slots, references, moment)
-            geometry = from_products(products, view.usable, len(references), moment, fresh)
+            geometry = from_products(products, usable, len(references), moment, fresh)
         else:
-            coefficients = self.rule.coefficients(view)
-            usable = [c for c, use in zip(coefficients.tolist(), view.usable, strict=True) if use]
-            projections = store.comparison.projections(slots, usable, references, moment)
-            geometry = from_projections(
-                projections, view.norms, view.usable, coefficients.tolist(), len(references), moment, fresh
-            )
+            coefficients = self._totals.coefficients(_view(closing, names)).tolist()
+            counted = [coefficient for coefficient, use in zip(coefficients, usable, strict=True) if use]
+            projections = store.comparison.projections(slots, counted, references, moment)
+            norms = [c.gradient_norm for c in closing.contributions]
+            geometry = from_projections(projections, norms, usable, coefficients, len(references), moment, fresh)
         if geometry.reference_norm is not None:
             self._reference_norm = geometry.reference_norm
         elif self._reference_norm is not None:  # its gradient is gone, what is remembered is how long it was
@@ -155,12 +161,12 @@ class RoundCloser:
     @property
     def wants_validation(self) -> bool:
         """Whether the rule sees reason to ask a validator more often for now."""
-        return isinstance(self.rule, Alarmed) and self.rule.wants_validation
+        return self._alarmed is not None and self._alarmed.wants_validation
 
     def learn(self) -> None:
         """Let the rule learn from what it has judged."""
-        if isinstance(self.rule, Learner):
-            self.rule.learn()
+        if self._learner is not None:
+            self._learner.learn()
 
     # ---- checkpoints -----------------------------------------------------------------------------------
 
@@ -205,17 +211,24 @@ class RoundCloser:
         self._reference_norm = None if norm is None else float(norm)
 
 
-def _view(closing: CloseRound, names: Sequence[str]) -> RoundView:
+def _of_counted(factors: Vector, weights: list[float]) -> list[float] | None:
+    """Return the factors of those with a weight above 0; None where all are 1."""
+    chosen = [factor for factor, weight in zip(factors.tolist(), weights, strict=True) if weight > 0]
+    return None if chosen.count(1.0) == len(chosen) else chosen
+
+
+def _view(closing: CloseRound, names: Sequence[str], geometry: Geometry | None = None) -> RoundView:
     everyone = closing.contributions
     return RoundView(
         step=closing.step,
-        ranks=tuple(c.rank for c in everyone),
+        ranks=tuple([c.rank for c in everyone]),  # of a list: of a generator it takes twice as long
         names=tuple(names),
-        usable=tuple(not c.refused for c in everyone),
-        examples=tuple(c.examples for c in everyone),
-        norms=tuple(c.gradient_norm for c in everyone),
-        losses=tuple(NAN if c.loss is None else c.loss for c in everyone),
-        accuracies=tuple(NAN if c.accuracy is None else c.accuracy for c in everyone),
+        usable=tuple([not c.refused for c in everyone]),
+        examples=tuple([c.examples for c in everyone]),
+        norms=tuple([c.gradient_norm for c in everyone]),
+        losses=tuple([NAN if c.loss is None else c.loss for c in everyone]),
+        accuracies=tuple([NAN if c.accuracy is None else c.accuracy for c in everyone]),
+        geometry=geometry,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.rules.compiling import compiled, load
 from ps.rules.ledger import Ledger, Rows, Vector
 
 FIRST_ROUNDS = 10
@@ -35,6 +36,8 @@ ODD_ROUNDS = 3
 FIELDS: Mapping[str, float] = {"length": math.nan, "odd_rounds": 0.0}
 """Remembered by name: running mean of the logarithm of its length in units of tau; odd rounds in a row."""
 
+_LOG_RISE = math.log(LENGTH_RISE)
+
 
 def changed(ledger: Ledger, rows: Rows, lengths: Vector) -> NDArray[np.bool_]:
     """Return who pushes, for some rounds now, gradients `LENGTH_RISE` times as long as it used to, [rows].
@@ -44,16 +47,26 @@ def changed(ledger: Ledger, rows: Rows, lengths: Vector) -> NDArray[np.bool_]:
         rows: of those present.
         lengths: [rows], norms in units of the validator's.
     """
-    logarithms = np.log(np.maximum(lengths, 1e-12))
-    usual = ledger["length"][rows]
-    usual = np.where(np.isnan(usual), logarithms, usual)
-    rise = logarithms - usual
-    odd = np.where(rise > math.log(LENGTH_RISE), ledger["odd_rounds"][rows] + 1.0, 0.0)
-    change: NDArray[np.bool_] = odd >= ODD_ROUNDS
-    ledger["odd_rounds"][rows] = np.where(change, 0.0, odd)
-    followed = usual + USUAL_RATE * np.minimum(rise, math.log(LENGTH_RISE))
-    ledger["length"][rows] = np.where(change, logarithms, followed)
+    return _changed(ledger["length"], ledger["odd_rounds"], rows, np.log(np.maximum(lengths, 1e-12)))
+
+
+@compiled
+def _changed(usual: Vector, odd_rounds: Vector, rows: Rows, logarithms: Vector) -> NDArray[np.bool_]:
+    change = np.zeros(rows.size, np.bool_)
+    for i, row in enumerate(rows):
+        if np.isnan(usual[row]):
+            usual[row] = logarithms[i]
+        rise = logarithms[i] - usual[row]
+        odd_rounds[row] = odd_rounds[row] + 1.0 if rise > _LOG_RISE else 0.0
+        usual[row] += USUAL_RATE * min(rise, _LOG_RISE)
+        if odd_rounds[row] >= ODD_ROUNDS:
+            change[i], usual[row], odd_rounds[row] = True, logarithms[i], 0.0
     return change
+
+
+def warm_up() -> None:
+    """Load or compile what is compiled here, so that no round waits for it."""
+    load(_changed, np.zeros(1), np.zeros(1), np.zeros(1, np.intp), np.zeros(1))
 
 
 class Alarm:
@@ -97,7 +110,7 @@ class Alarm:
         self._recent_loss += RECENT_RATE * (loss - self._recent_loss)
         noise = LOSS_NOISE * self._largest_loss
         worse = self._recent_loss - self._usual_loss > LOSS_RISE * abs(self._usual_loss) + noise
-        longer = log_length - self._log_length > math.log(LENGTH_RISE)
+        longer = log_length - self._log_length > _LOG_RISE
         if self._rounds > FIRST_ROUNDS and (worse or longer):
             self._left = LASTS
         else:

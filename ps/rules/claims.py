@@ -3,6 +3,8 @@
 It helps against honest faults, such as labels that are wrong; whoever lies is believed.
 """
 
+import math
+
 import numpy as np
 
 from ps.rules.ledger import Rows, Vector
@@ -22,7 +24,7 @@ def claimed_accuracies(view: RoundView, positions: Rows) -> Vector:
     That is their accuracies, or exp(-loss) for all of them if one has no accuracy.
     """
     claims = np.array(view.accuracies, np.float64)[positions]
-    if not np.isfinite(claims).all():
+    if not all(map(math.isfinite, claims.tolist())):
         losses = np.array(view.losses, np.float64)[positions]
         claims = np.exp(-np.maximum(losses, 0.0))  # an infinite loss is an accuracy of 0
     return np.minimum(np.maximum(claims, 0.0), 1.0)

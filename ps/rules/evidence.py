@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import LocalProtocolError
+from ps.rules import alarm, fitting
 from ps.rules.alarm import FIELDS as ALARM_FIELDS
 from ps.rules.alarm import Alarm, changed
 from ps.rules.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
-from ps.rules.fitting import nonnegative_fit, off_diagonal_of_rank_one, warm_up
+from ps.rules.compiling import compiled, load
+from ps.rules.fitting import nonnegative_fit, off_diagonal_of_rank_one
 from ps.rules.geometry import weighted_median
 from ps.rules.ledger import Ledger, Matrix, Rows, Vector
 from ps.rules.rule import Decision, Need, RoundView
@@ -73,6 +75,8 @@ BOUND_MOST = 10.0
 BOUND_GROWTH = 1.05
 """Growth of the bound per round: a wrongly trusted huge gradient must not pass before it is found out."""
 TINY = 1e-300
+
+NEEDS = frozenset({Need.GRAM, Need.REFERENCE})
 
 FIELDS: Mapping[str, float] = {
     "trust": 0.0,  # e
@@ -135,12 +139,12 @@ class Evidence:
         self._rounds = 0
         self._bound = BOUND_START
         self._alarm = Alarm()
-        warm_up()
+        _warm_up()
 
     @property
     def needs(self) -> frozenset[Need]:
         """Inner products among the gradients and with the validator's; projections do where W is large."""
-        return frozenset({Need.GRAM, Need.REFERENCE})
+        return NEEDS
 
     @property
     def validated(self) -> bool:
@@ -199,7 +203,8 @@ class Evidence:
         unit = min(whole, max(median / SHORT, SHORTEST_UNIT * whole))
         clipped = np.maximum(norms, unit)
         if geometry.fresh and geometry.reference_norm and geometry.with_reference is not None:
-            agreement = geometry.with_reference[positions] / (clipped * geometry.reference_norm)
+            products = geometry.with_reference if everybody else geometry.with_reference[positions]
+            agreement = products / (clipped * geometry.reference_norm)
         if geometry.gram is not None:
             products = geometry.gram if everybody else geometry.gram[positions[:, None], positions]
             gram = products / (clipped[:, None] * clipped)
@@ -245,36 +250,15 @@ class Evidence:
             return  # nothing but zeros: nothing was said
         ledger, rows = self.ledger, standing.rows
         rate = min(MEMORY_RATE, 1.0 - MEMORY_KEPT**since) * self._clarity(rows, agreement, since)
-        validations = ledger["validations"][rows]
-        young = validations < YOUNG_VALIDATIONS
-        rates = np.where(young, np.maximum(rate, 1.0 / (validations + 1.0)), rate)
-        mean = ledger["agreement"][rows]
-        mean += rates * (agreement - mean)
-        gram: Matrix = ledger.pairs[rows[:, None], rows]
-        # Both memories must be of one age, or the fit takes a worker that has turned for a counterweight to others.
-        gram += np.minimum(rates, rates[:, None]) * (standing.gram - gram)
-        new = validations == 0.0
-        if new.any():
-            gram = np.where(new | new[:, None], standing.gram, gram)
-        ledger["agreement"][rows] = mean
-        ledger["validations"][rows] = validations + 1.0
-        ledger.pairs[rows[:, None], rows] = gram
+        judged = (agreement, standing.gram, rate)
+        mean, gram = _remember(ledger["agreement"], ledger.pairs, ledger["validations"], rows, *judged)
         self._trust_by_fit(rows, nonnegative_fit(gram, mean, RIDGE))
 
     def _clarity(self, rows: Rows, agreement: Vector, since: int) -> float:
         """Return how far recent agreements stand out of their noise, in [0, 1], after taking in this round's."""
         ledger = self.ledger
-        validations = ledger["validations"][rows]
-        recent, share, noise = ledger["recent"][rows], ledger["recent_share"][rows], ledger["noise"][rows]
-        rate = np.maximum(RECENT_RATE, 1.0 / (validations + 1.0))
-        change = agreement - recent
-        recent += rate * change
-        share = (1.0 - rate) ** 2 * share + rate * rate
-        known = np.maximum(validations, 1.0)
-        noise += np.where(validations > 0.0, np.maximum(NOISE_RATE, 1.0 / known), 0.0) * (
-            change * change / (1.0 + share) - noise
-        )
-        ledger["recent"][rows], ledger["recent_share"][rows], ledger["noise"][rows] = recent, share, noise
+        columns = (ledger["recent"], ledger["recent_share"], ledger["noise"], ledger["validations"])
+        recent, share, noise = _follow(*columns, rows, agreement)
         signal = float(recent @ recent)
         return max(0.0, 1.0 - NOISE_COUNT / since * float(noise @ share) / signal) if signal > 0.0 else 0.0
 
@@ -325,19 +309,21 @@ class Evidence:
             bound_by: [U], what each counts in the median that bounds the norms, at least 0.
         """
         size = len(view.usable)
-        weights, factors, yardstick = np.zeros(size), np.ones(size), np.zeros(size)
-        weights[standing.positions], yardstick[standing.positions] = kept, bound_by
-        bound = self._norm_bound(standing, bound_by)
-        factors[standing.positions] = np.maximum(np.minimum(1.0, bound / np.maximum(standing.norms, TINY)), TINY)
+        lengths = np.maximum(standing.norms, TINY)
+        factors = np.maximum(np.minimum(1.0, self._norm_bound(standing, bound_by) / lengths), TINY)
         rate = WEIGHT_RATE if self._rounds > 1 else 1.0
         remembered = self.ledger["weight"]
         remembered[standing.rows] += rate * (kept - remembered[standing.rows])
-        on = kept > 0.0
-        if self._validated and on.any():  # what the others claim, NaN perhaps, must not matter
+        (on,) = (kept > 0.0).nonzero()
+        if self._validated and on.size:  # what the others claim, NaN perhaps, must not matter
             loss = float(kept[on] @ np.array(view.losses)[standing.positions[on]])
-            log_length = float(kept @ np.log(np.maximum(standing.norms, TINY)))
+            log_length = float(kept @ np.log(lengths))
             self._alarm.observe(loss, log_length, standing.agreement is not None)
-        return Decision(weights, factors, yardstick=yardstick)
+        if standing.positions.size == size:  # everybody is usable, as good as always
+            return Decision(kept, factors, yardstick=bound_by)
+        everybody = np.array([np.zeros(size), np.ones(size), np.zeros(size)])
+        everybody[:, standing.positions] = kept, factors, bound_by
+        return Decision(everybody[0], everybody[1], yardstick=everybody[2])
 
     def _kept(self, rows: Rows) -> Vector:
         carried: Vector = self.ledger["weight"][rows]
@@ -413,6 +399,57 @@ class Evidence:
         self._rounds = int(state["rounds"])
         self._bound = float(state["bound"])
         self._alarm.restore(state["alarm"])
+
+
+@compiled
+def _follow(
+    recent: Vector, recent_share: Vector, noise: Vector, validations: Vector, rows: Rows, agreement: Vector
+) -> tuple[Vector, Vector, Vector]:
+    """Take a round's agreement [U] into the first three columns; return what they hold for `rows`, [U] each."""
+    now = np.empty((3, rows.size))
+    for i, row in enumerate(rows):
+        rate = max(RECENT_RATE, 1.0 / (validations[row] + 1.0))
+        change = agreement[i] - recent[row]
+        recent[row] += rate * change
+        recent_share[row] = (1.0 - rate) * (1.0 - rate) * recent_share[row] + rate * rate
+        if validations[row] > 0.0:
+            noise_rate = max(NOISE_RATE, 1.0 / max(validations[row], 1.0))
+            noise[row] += noise_rate * (change * change / (1.0 + recent_share[row]) - noise[row])
+        now[0, i], now[1, i], now[2, i] = recent[row], recent_share[row], noise[row]
+    return now[0], now[1], now[2]
+
+
+@compiled
+def _remember(
+    mean: Vector, pairs: Matrix, validations: Vector, rows: Rows, agreement: Vector, gram: Matrix, rate: float
+) -> tuple[Vector, Matrix]:
+    """Take a round's agreement [U] and Gram matrix [U, U] into the memory; return what it holds for `rows`."""
+    rates, mean_now, gram_now = np.empty(rows.size), np.empty(rows.size), np.empty(gram.shape)
+    for i, row in enumerate(rows):
+        young = validations[row] < YOUNG_VALIDATIONS
+        rates[i] = max(rate, 1.0 / (validations[row] + 1.0)) if young else rate
+        mean[row] += rates[i] * (agreement[i] - mean[row])
+        mean_now[i] = mean[row]
+    for i, row in enumerate(rows):
+        for j, other in enumerate(rows):
+            # Both memories must be of one age, or the fit takes a worker that has turned for a counterweight to
+            # others.
+            pairs[row, other] += min(rates[i], rates[j]) * (gram[i, j] - pairs[row, other])
+            if validations[row] == 0.0 or validations[other] == 0.0:
+                pairs[row, other] = gram[i, j]
+            gram_now[i, j] = pairs[row, other]
+    for row in rows:
+        validations[row] += 1.0
+    return mean_now, gram_now
+
+
+def _warm_up() -> None:
+    """Load or compile all that a round needs, so that none waits for it."""
+    rows, numbers, table = np.zeros(1, np.intp), np.zeros(1), np.eye(1)
+    load(_follow, numbers, numbers, numbers, numbers, rows, numbers)
+    load(_remember, numbers, table, numbers, rows, numbers, table, 0.0)
+    alarm.warm_up()
+    fitting.warm_up()
 
 
 def _usable(view: RoundView) -> Rows:

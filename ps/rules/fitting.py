@@ -2,9 +2,9 @@
 
 import math
 
-import numba
 import numpy as np
 
+from ps.rules.compiling import compiled, load
 from ps.rules.ledger import Matrix, Vector
 
 SWEEPS = 60
@@ -13,6 +13,7 @@ SWEEPS = 60
 _RANK_ONE_ROUNDS = 8
 
 
+@compiled
 def _coordinate_descent(gram: Matrix, target: Vector, ridge: float, sweeps: int) -> Vector:
     count = target.size
     weights = np.zeros(count)
@@ -23,12 +24,6 @@ def _coordinate_descent(gram: Matrix, target: Vector, ridge: float, sweeps: int)
                 slope -= gram[i, j] * weights[j]
             weights[i] = max(0.0, weights[i] + slope / (gram[i, i] + ridge))
     return weights
-
-
-try:
-    _compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(_coordinate_descent)
-except RuntimeError:  # numba found no writeable folder for its cache
-    _compiled = numba.njit(nogil=True, error_model="numpy")(_coordinate_descent)
 
 
 def nonnegative_fit(gram: Matrix, target: Vector, ridge: float, sweeps: int = SWEEPS) -> Vector:
@@ -46,16 +41,12 @@ def nonnegative_fit(gram: Matrix, target: Vector, ridge: float, sweeps: int = SW
     Source: Franc, Hlavac, Navara, "Sequential Coordinate-Wise Algorithm for the Non-negative Least Squares
     Problem", 2005, algorithm 1.
     """
-    fit: Vector = _compiled(np.ascontiguousarray(gram), np.ascontiguousarray(target), ridge, sweeps)
-    return fit
+    return _coordinate_descent(np.ascontiguousarray(gram), np.ascontiguousarray(target), ridge, sweeps)
 
 
 def warm_up() -> None:
     """Load or compile the fit, so that no round waits for it."""
-    try:
-        nonnegative_fit(np.eye(1), np.ones(1), 1.0, 1)
-    except OSError:  # compiled, but numba's cache on disk is full or not ours to write
-        nonnegative_fit(np.eye(1), np.ones(1), 1.0, 1)
+    load(_coordinate_descent, np.eye(1), np.ones(1), 1.0, 1)
 
 
 def off_diagonal_of_rank_one(sums: Vector, parts: Vector, lengths: Vector) -> Matrix:

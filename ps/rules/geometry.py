@@ -1,8 +1,11 @@
 """What the norms and inner products of a round's gradients say: angles, distances, lengths. Pure, in float64."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from typing import TypedDict
 
 import numpy as np
@@ -93,12 +96,15 @@ def from_products(
     Raises:
         LocalProtocolError: the shape of `products` is another.
     """
-    present = np.array(usable, bool)
-    count = int(present.sum())
+    present = _present(usable)
+    count = len(usable) if present is None else int(present.sum())
     _check_shape(products, count + references + with_momentum, count + references + with_momentum)
-    gram = np.zeros((present.size, present.size))
-    gram[np.ix_(present, present)] = products[:count, :count]
-    norms = np.where(present, np.sqrt(np.diagonal(gram)), np.inf)
+    gram = products[:count, :count].copy()
+    norms = np.sqrt(gram.diagonal())
+    if present is not None:
+        norms = _spread(norms, present, np.inf)
+        among, gram = gram, np.zeros((present.size, present.size))
+        gram[np.ix_(present, present)] = among
     return Geometry(norms, gram, **_ends(products[:, count:], present, references, with_momentum, fresh))
 
 
@@ -127,15 +133,15 @@ def from_projections(
     Raises:
         LocalProtocolError: the shape of `projections` is another.
     """
-    present = np.array(usable, bool)
-    count = int(present.sum())
+    present = _present(usable)
+    count = len(usable) if present is None else int(present.sum())
     ends = references + with_momentum
     _check_shape(projections, count + ends + 1, ends + 1)
     return Geometry(
-        np.where(present, np.asarray(norms, np.float64), np.inf),
+        np.where(usable, np.asarray(norms, np.float64), np.inf),
         with_total=_spread(projections[:count, ends], present),
         total_norm=_root(projections[count + ends, ends]),
-        total_coefficients=np.where(present, np.asarray(coefficients, np.float64), 0.0),
+        total_coefficients=np.where(usable, np.asarray(coefficients, np.float64), 0.0),
         **_ends(projections[: count + ends, :ends], present, references, with_momentum, fresh),
     )
 
@@ -148,11 +154,21 @@ class _Ends(TypedDict, total=False):
     with_momentum: Vector
 
 
-def _ends(columns: Matrix, present: NDArray[np.bool_], references: int, with_momentum: bool, fresh: bool) -> _Ends:
+def _present(usable: Sequence[bool]) -> NDArray[np.bool_] | None:
+    """Return who is usable, [W]; None for everybody, as nearly always: then nothing need be spread."""
+    return None if all(usable) else np.array(usable, bool)
+
+
+def _ends(
+    columns: Matrix, present: NDArray[np.bool_] | None, references: int, with_momentum: bool, fresh: bool
+) -> _Ends:
     """Return what the inner products with the references and the moment [n, references + moment] say of them."""
     count = columns.shape[0] - references - with_momentum
     ends: _Ends = {"fresh": fresh and references > 0}
-    if references:
+    if references == 1:  # as nearly always: it is its own mean
+        ends["reference_norm"] = _root(columns[count, 0])
+        ends["with_reference"] = _spread(columns[:count, 0], present)
+    elif references:
         among = columns[count : count + references, :references]
         ends["reference_norm"] = _root(among.mean())
         ends["with_reference"] = _spread(columns[:count, :references].mean(axis=1), present)
@@ -168,8 +184,10 @@ def _inverse(norms: Vector) -> Vector:
     return np.where(good, 1.0 / np.where(good, norms, 1.0), 0.0)
 
 
-def _spread(of_usable: Vector, present: NDArray[np.bool_]) -> Vector:
-    spread = np.zeros(present.size)
+def _spread(of_usable: Vector, present: NDArray[np.bool_] | None, unusable: float = 0.0) -> Vector:
+    if present is None:
+        return of_usable
+    spread = np.full(present.size, unusable)
     spread[present] = of_usable
     return spread
 
@@ -187,13 +205,14 @@ def weighted_median(values: Vector, weights: Vector) -> float:
     """Return the lower weighted median: the least value at which half of the weight is reached; 0 for none.
 
     Args:
-        values: [n].
+        values: [n], finite.
         weights: [n], at least 0; if all are 0, all values count alike.
     """
-    if not values.size:
+    # Plain numbers: for a few NumPy takes several times as long.
+    ordered = sorted(zip(values.tolist(), weights.tolist(), strict=True), key=itemgetter(0))
+    reached = list(accumulate(weight for _, weight in ordered))
+    if not reached:
         return 0.0
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    if reached[-1] == 0.0:
-        return float(values[order[(values.size - 1) // 2]])
-    return float(values[order[np.searchsorted(reached, 0.5 * reached[-1])]])
+    middle = bisect_left(reached, 0.5 * reached[-1]) if reached[-1] else (len(reached) - 1) // 2
+    median: float = ordered[middle][0]
+    return median

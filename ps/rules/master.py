@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.rules.claims import claimed_accuracies
-from ps.rules.evidence import TRUST_GAIN, Evidence, Standing
+from ps.rules.compiling import compiled, load
+from ps.rules.evidence import NEEDS, TRUST_GAIN, Evidence, Standing
 from ps.rules.ledger import Matrix, Rows, Vector
 from ps.rules.network import Activation, Adam, TwoLayerNetwork
 from ps.rules.rule import Decision, Need, RoundView
@@ -59,6 +60,8 @@ FIELDS: Mapping[str, float] = {"habit": np.nan, "reputation": 0.0, "first": 0.0,
 """Remembered by name beside the evidence: running mean of the agreement, reputation, its two Adam moments."""
 
 
+Serials = NDArray[np.int64]
+
 _SHORTEST = math.exp(-3.0)
 """Length in units of tau from which on a gradient is as short as can be told."""
 _NO_LENGTH = 1e-150
@@ -82,18 +85,19 @@ class Master:
         start = np.random.Generator(np.random.Philox(key=[seed, 0]))
         self.network.hidden_kernel[:] = start.normal(0.0, len(FEATURES) ** -0.5, self.network.hidden_kernel.shape)
         self._adam = Adam(self.network.parameters.size, LEARNING_RATE, BETA1, BETA2, EPSILON)
-        self._reputation_adam = Adam(0, LEARNING_RATE, BETA1, BETA2, EPSILON)
+        self._all_parameters = np.arange(self.network.parameters.size)
         self._memory = _Memory(MEMORY)
         self._seed = seed
         self._draws: tuple[int, Vector] = (-1, np.empty(0))
         self._learned = 0  # rounds
         self._to_learn: Standing | None = None
         self._explained: tuple[RoundView, Standing, Matrix] | None = None
+        _warm_up()
 
     @property
     def needs(self) -> frozenset[Need]:
         """Inner products among the gradients, with the validator's and with the optimizer's first moment."""
-        return self.evidence.needs | {Need.MOMENTUM}
+        return NEEDS | {Need.MOMENTUM}
 
     @property
     def wants_validation(self) -> bool:
@@ -135,26 +139,16 @@ class Master:
     def _features(self, standing: Standing, view: RoundView) -> Matrix:
         """Return the features [U, 8] of the usable gradients, and follow each worker's habit."""
         ledger, at = self.evidence.ledger, standing.positions
-        ratio = standing.norms / standing.unit
-        lengths = np.maximum(standing.norms, _NO_LENGTH * standing.unit)
         weight = ledger["weight"][standing.rows]
         agreement = leave_one_out(standing.gram, weight) * (1.0 - weight)
-        habit = ledger["habit"][standing.rows]
-        habit = np.where(np.isnan(habit), agreement, habit)
-        ledger["habit"][standing.rows] = habit + HABIT_RATE * (agreement - habit)
         geometry = view.measured()
-        features = np.zeros((ratio.size, len(FEATURES)))
-        features[:, 0] = (ratio - 1.0) / (ratio + 1.0)  # tanh(ln(ratio) / 2)
-        features[:, 1] = np.log(np.maximum(np.minimum(ratio, 1.0), _SHORTEST)) / math.log(_SHORTEST)
-        features[:, 2] = 2.0 * agreement
-        features[:, 3] = 2.0 * (agreement - habit)
+        features = np.zeros((at.size, len(FEATURES)))
+        habits = (agreement, ledger["habit"], standing.rows)
+        _describe(features, standing.norms, standing.unit, standing.gram, standing.exact, *habits)
+        features[:, 1] = np.log(features[:, 1]) / math.log(_SHORTEST)
         if geometry.with_momentum is not None and geometry.momentum_norm:
+            lengths = np.maximum(standing.norms, _NO_LENGTH * standing.unit)
             features[:, 4] = 2.0 * geometry.with_momentum[at] / (lengths * geometry.momentum_norm)
-        if standing.exact:
-            clipped = lengths / np.maximum(lengths, standing.unit)
-            cosines = standing.gram / (clipped * clipped[:, None])
-            np.fill_diagonal(cosines, 0.0)
-            features[:, 5] = np.maximum(cosines.max(axis=1), 0.0)
         features[:, 6] = np.tanh(_above_median(np.array(view.losses)[at]))
         features[:, 7] = 2.0 * _above_median(claimed_accuracies(view, at))
         return features
@@ -175,16 +169,13 @@ class Master:
         self._learned += 1
         memory = self._memory
         if memory.count:
-            self._reputation_adam.first, self._reputation_adam.second = ledger["first"], ledger["second"]
             entries = memory.entries(draws)
             members = memory.rows[entries].reshape(STEPS_PER_ROUND, -1)
-            known = (ledger.serials[members] == memory.serials[entries].reshape(members.shape)).astype(np.float64)
-            known /= np.maximum(known.sum(axis=1, keepdims=True), 1.0)
+            serials = memory.serials[entries].reshape(members.shape)
             loudness = memory.loudness[entries].reshape(members.shape)
             anchors = memory.anchors[entries].reshape(members.shape)
-            squares = loudness * loudness
-            targets = (squares * (loudness > 0.0) + 1.0 / (1.0 + np.exp(-anchors))) * known
-            factors = (squares + 1.0) * known
+            believed = 1.0 / (1.0 + np.exp(-anchors))
+            factors, targets = _aims(members, serials, ledger.serials, loudness, believed)
             features = memory.features[entries].reshape(*members.shape, -1)
             for batch in zip(features, members, anchors, factors, targets, strict=True):
                 self._train(*batch, rows)
@@ -193,21 +184,20 @@ class Master:
     def _train(
         self, x: Matrix, members: Rows, anchors: Vector, factors: Vector, targets: Vector, present: Rows
     ) -> None:
-        """Take one step of Adam; reputations of those who are not in `rows`, the absent, stay as they are.
+        """Take one step of Adam; reputations of those who are not `present` stay as they are.
 
         The slope of a worker's loss by its logit is `factor * share - target`.
         """
-        network, reputation = self.network, self.evidence.ledger["reputation"]
+        network, adam, ledger = self.network, self._adam, self.evidence.ledger
+        reputation = ledger["reputation"]
         activations, output = network.forward(x)
         share = 1.0 / (1.0 + np.exp(-(anchors + output[:, 0] + reputation[members])))
         slope = factors * share - targets
         gradient = network.backward(x, activations, slope[:, None])
-        gradient += PENALTY * network.parameters
-        self._adam.step(network.parameters, gradient)
+        size = adam.next_size()
+        _adam_step(network.parameters, gradient, adam.first, adam.second, self._all_parameters, size)
         network.output_kernel *= OUTPUT_KEPT
-        slopes = np.bincount(members, slope, reputation.size)[present] + PENALTY * reputation[present]
-        self._reputation_adam.step(reputation, slopes, present)
-        reputation[present] *= OUTPUT_KEPT
+        _reputation_step(reputation, ledger["first"], ledger["second"], members, slope, present, size)
 
     def _draw(self) -> Matrix:
         """Return numbers in [0, 1), [STEPS_PER_ROUND, DRAWN]: a pure function of the seed and the round."""
@@ -267,10 +257,21 @@ class Master:
         self.network.parameters[:] = state["parameters"]
         self._adam.first[:] = state["first"]
         self._adam.second[:] = state["second"]
-        self._adam.steps = self._reputation_adam.steps = int(state["steps"])
+        self._adam.steps = int(state["steps"])
         self._learned = int(state["learned"])
         self._memory.restore(state["memory"])
         self._to_learn = self._explained = None
+
+
+def _warm_up() -> None:
+    """Load or compile all that a round needs, so that none waits for it."""
+    rows, serials = np.zeros(1, np.intp), np.zeros(1, np.int64)
+    numbers, table = np.zeros(1), np.zeros((1, len(FEATURES)))
+    load(_leave_one_out, table, numbers, numbers, 0.0)
+    load(_describe, table, numbers, 1.0, table, True, numbers, numbers, rows)
+    load(_aims, rows[None], serials[None], serials, numbers[None], numbers[None])
+    load(_adam_step, numbers, numbers, numbers, numbers, rows, 0.0)
+    load(_reputation_step, numbers, numbers, numbers, rows, numbers, rows, 0.0)
 
 
 class _Memory:
@@ -312,7 +313,7 @@ class _Memory:
         self.serials[at, :width] = serials
         self.features[at, :width] = features
         self.anchors[at, :width] = anchors
-        self.loudness[at, :width] = np.clip(loudness, -1.0, 1.0)
+        self.loudness[at, :width] = np.minimum(np.maximum(loudness, -1.0), 1.0)
         self._next = (at + 1) % self._size
         self.count = min(self.count + 1, self._size)
 
@@ -332,8 +333,10 @@ class _Memory:
         Args:
             draws: [steps, DRAWN], numbers in [0, 1).
         """
-        newest = np.broadcast_to(np.arange(min(NEWEST, self.count)), (len(draws), min(NEWEST, self.count)))
-        back = np.concatenate([newest, (draws * self.count).astype(np.intp)], axis=1)
+        newest = min(NEWEST, self.count)
+        back = np.empty((len(draws), newest + draws.shape[1]), np.intp)
+        back[:, :newest] = np.arange(newest)
+        back[:, newest:] = draws * self.count
         places: Rows = (self._next - 1 - back) % self._size
         return places
 
@@ -353,6 +356,56 @@ class _Memory:
         self.loudness = np.array(state["loudness"], np.float64)
 
 
+@compiled
+def _aims(
+    members: Rows, serials: Serials, serials_now: Serials, loudness: Matrix, believed: Matrix
+) -> tuple[Matrix, Matrix]:
+    """Return factors and targets, see `_train`, of the remembered workers of some batches [steps, workers].
+
+    Those whose row is another's now count nothing; the others of a batch, the same together in each.
+    """
+    factors, targets = np.zeros(members.shape), np.zeros(members.shape)
+    steps, workers = members.shape
+    for step in range(steps):
+        known = 0
+        for i in range(workers):
+            known += serials_now[members[step, i]] == serials[step, i]
+        for i in range(workers):
+            if serials_now[members[step, i]] == serials[step, i]:
+                square, part = loudness[step, i] * loudness[step, i], 1.0 / known
+                factors[step, i] = (square + 1.0) * part
+                targets[step, i] = (square * (loudness[step, i] > 0.0) + believed[step, i]) * part
+    return factors, targets
+
+
+@compiled
+def _adam_step(
+    parameters: Vector, gradient: Vector, first: Vector, second: Vector, rows: Rows, step_size: float
+) -> None:
+    """Take a step of Adam, with the penalty, for the elements in `rows`: what `ps.rules.network.Adam` does to all.
+
+    All but `rows` are [n].
+    """
+    for row in rows:
+        slope = gradient[row] + PENALTY * parameters[row]
+        first[row] += (1.0 - BETA1) * (slope - first[row])
+        second[row] += (1.0 - BETA2) * (slope * slope - second[row])
+        parameters[row] -= step_size * first[row] / (math.sqrt(second[row]) + EPSILON)
+
+
+@compiled
+def _reputation_step(
+    reputation: Vector, first: Vector, second: Vector, members: Rows, slope: Vector, present: Rows, step_size: float
+) -> None:
+    """Take the same step for the reputations of those `present`, by the slope of each member of a batch."""
+    gradient = np.zeros(reputation.size)
+    for i, member in enumerate(members):
+        gradient[member] += slope[i]
+    _adam_step(reputation, gradient, first, second, present, step_size)
+    for row in present:
+        reputation[row] *= OUTPUT_KEPT
+
+
 def leave_one_out(gram: Matrix, weights: Vector) -> Vector:
     """Return the cosine [n] of each clipped gradient to the weighted sum of the others; 0 where one has no length.
 
@@ -360,21 +413,57 @@ def leave_one_out(gram: Matrix, weights: Vector) -> Vector:
         gram: [n, n], inner products of the clipped gradients.
         weights: [n].
     """
-    own = np.diagonal(gram)
     sums = gram @ weights
-    with_rest = sums - own * weights
-    rest = weights @ sums - 2.0 * weights * sums + weights * weights * own
-    squares = rest * own
-    good = squares > 1e-24  # below, rounding is all that is left
-    cosines = np.where(good, with_rest, 0.0) / np.sqrt(np.where(good, squares, 1.0))
-    return np.minimum(np.maximum(cosines, -1.0), 1.0)
+    return _leave_one_out(gram, weights, sums, float(weights @ sums))
+
+
+@compiled
+def _leave_one_out(gram: Matrix, weights: Vector, sums: Vector, square: float) -> Vector:
+    """Do so where `sums` [n] are the products with the weighted sum of all, and `square` is that of its length."""
+    cosines = np.zeros(weights.size)
+    for i, weight in enumerate(weights):
+        own = gram[i, i]
+        with_rest = sums[i] - own * weight
+        rest = square - 2.0 * weight * sums[i] + weight * weight * own
+        if rest * own > 1e-24:  # below, rounding is all that is left
+            cosines[i] = min(max(with_rest / math.sqrt(rest * own), -1.0), 1.0)
+    return cosines
+
+
+@compiled
+def _describe(
+    features: Matrix,
+    norms: Vector,
+    unit: float,
+    gram: Matrix,
+    exact: bool,
+    agreement: Vector,
+    habits: Vector,
+    rows: Rows,
+) -> None:
+    """Write features 0 to 3 and 5, of the second what its logarithm is taken of, and follow the habits."""
+    clipped = np.empty(norms.size)
+    for i, row in enumerate(rows):
+        ratio = norms[i] / unit
+        habit = agreement[i] if np.isnan(habits[row]) else habits[row]
+        features[i, 0] = (ratio - 1.0) / (ratio + 1.0)  # tanh(ln(ratio) / 2)
+        features[i, 1] = max(min(ratio, 1.0), _SHORTEST)
+        features[i, 2] = 2.0 * agreement[i]
+        features[i, 3] = 2.0 * (agreement[i] - habit)
+        habits[row] = habit + HABIT_RATE * (agreement[i] - habit)
+        length = max(norms[i], _NO_LENGTH * unit)
+        clipped[i] = length / max(length, unit)
+    for i in range(norms.size):
+        for j in range(norms.size):
+            if exact and i != j:
+                features[i, 5] = max(features[i, 5], gram[i, j] / (clipped[j] * clipped[i]))  # a cosine
 
 
 def _above_median(values: Vector) -> Vector:
     """Return by how much each value is above the median; 0 where one is unknown."""
-    known = np.isfinite(values)
-    ordered = np.sort(values[known])  # np.median takes ten times as long for a few
-    if not ordered.size:
+    numbers: list[float] = values.tolist()  # for a few, NumPy takes several times as long
+    ordered = sorted(filter(math.isfinite, numbers))
+    if not ordered:
         return np.zeros(values.size)
-    middle = 0.5 * (ordered[(ordered.size - 1) // 2] + ordered[ordered.size // 2])
-    return np.where(known, values - middle, 0.0)
+    middle = 0.5 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2])
+    return np.array([number - middle if math.isfinite(number) else 0.0 for number in numbers])

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-_ALL = slice(None)
-
 
 class Activation(StrEnum):
     """What the hidden layer does to its sums."""
@@ -45,6 +43,8 @@ class TwoLayerNetwork:
         self._shapes = ((inputs, hidden), (hidden, outputs))
         self.parameters: Vector = np.zeros(ends[-1])
         self.hidden_kernel, self.hidden_bias, self.output_kernel, self.output_bias = self._views(self.parameters)
+        self._gradient = np.zeros_like(self.parameters)
+        self._parts_of_gradient = self._views(self._gradient)
 
     def _views(self, flat: Vector) -> tuple[Matrix, Vector, Matrix, Vector]:
         kernel, bias, output_kernel, output_bias = self._parts
@@ -72,15 +72,14 @@ class TwoLayerNetwork:
         return sums, output
 
     def backward(self, x: Matrix, activations: Matrix, output_gradient: Matrix) -> Vector:
-        """Return the gradient of a loss with respect to `parameters`, [n].
+        """Return the gradient of a loss with respect to `parameters`, [n], which the next call overwrites.
 
         Args:
             x: [rows, inputs], as given to `forward`.
             activations: [rows, hidden], as returned by it.
             output_gradient: [rows, outputs], derivative of the loss by each output.
         """
-        gradient = np.empty_like(self.parameters)
-        hidden_kernel, hidden_bias, output_kernel, output_bias = self._views(gradient)
+        hidden_kernel, hidden_bias, output_kernel, output_bias = self._parts_of_gradient
         np.matmul(activations.T, output_gradient, out=output_kernel)
         if output_bias.size:
             output_gradient.sum(axis=0, out=output_bias)
@@ -90,8 +89,8 @@ class TwoLayerNetwork:
         else:
             inner *= activations > 0.0
         np.matmul(x.T, inner, out=hidden_kernel)
-        inner.sum(axis=0, out=hidden_bias)
-        return gradient
+        np.add.reduce(inner, axis=0, out=hidden_bias)
+        return self._gradient
 
 
 class Adam:
@@ -117,20 +116,19 @@ class Adam:
         self.second: Vector = np.zeros(size)
         self.steps = 0
 
-    def step(self, parameters: Vector, gradient: Vector, rows: NDArray[np.intp] | slice = _ALL) -> None:
+    def next_size(self) -> float:
+        """Count an update, and return its step size."""
+        self.steps += 1
+        return self.learning_rate * math.sqrt(1.0 - self.beta2**self.steps) / (1.0 - self.beta1**self.steps)
+
+    def step(self, parameters: Vector, gradient: Vector) -> None:
         """Update `parameters` in place.
 
         Args:
             parameters: [n].
-            gradient: of the elements in `rows`.
-            rows: the elements to update; the others and their moments stay as they are.
+            gradient: [n].
         """
-        self.steps += 1
-        first = self.first[rows]
-        second = self.second[rows]
-        first = first + (1.0 - self.beta1) * (gradient - first)
-        second = second + (1.0 - self.beta2) * (gradient * gradient - second)
-        self.first[rows] = first
-        self.second[rows] = second
-        size = self.learning_rate * math.sqrt(1.0 - self.beta2**self.steps) / (1.0 - self.beta1**self.steps)
-        parameters[rows] -= size * first / (np.sqrt(second) + self.epsilon)
+        size = self.next_size()
+        self.first += (1.0 - self.beta1) * (gradient - self.first)
+        self.second += (1.0 - self.beta2) * (gradient * gradient - self.second)
+        parameters -= size * self.first / (np.sqrt(self.second) + self.epsilon)

@@ -53,9 +53,9 @@ class RoundView:
 
     def __post_init__(self) -> None:
         columns = (self.names, self.usable, self.examples, self.norms, self.losses, self.accuracies)
-        if {len(column) for column in columns} != {len(self.ranks)}:
+        if set(map(len, columns)) != {len(self.ranks)}:
             raise LocalProtocolError("a round's view needs one entry per rank in every column")
-        if any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
+        if sorted(set(self.ranks)) != list(self.ranks):
             raise LocalProtocolError(f"a round's ranks must ascend, not {self.ranks}")
 
     def measured(self) -> Geometry:

@@ -54,7 +54,9 @@ class Comparison:
         parts = np.zeros((piece_count(self._trainable), count, count))
         self._team.run(gram_calls(self._trainable, rows, with_momentum, parts), self._elements)
         upper: NDArray[np.float64] = parts.sum(axis=0)
-        return upper + np.triu(upper, 1).T
+        both = upper + upper.T
+        np.fill_diagonal(both, upper.diagonal())
+        return both
 
     def projections(
         self,

@@ -7,8 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ps.rules import alarm, evidence, fitting, master
 from ps.rules.evidence import Evidence
-from ps.rules.master import FEATURES, Master, leave_one_out
+from ps.rules.master import (
+    BETA1,
+    BETA2,
+    EPSILON,
+    FEATURES,
+    LEARNING_RATE,
+    PENALTY,
+    Master,
+    _adam_step,
+    _reputation_step,
+    leave_one_out,
+)
+from ps.rules.network import Adam
 
 from .judged_rounds import noisy_rounds, round_view
 
@@ -238,6 +251,45 @@ def test_leave_one_out_is_the_cosine_to_the_sum_of_the_others():
         length = np.linalg.norm(gradients[i]) * np.linalg.norm(rest)
         assert cosines[i] == pytest.approx(gradients[i] @ rest / length if length else 0.0)
     assert leave_one_out(np.eye(1), np.ones(1)).tolist() == [0.0]
+
+
+def test_its_steps_are_those_of_adam_with_a_penalty():
+    generator = np.random.default_rng(7)
+    adam, mine = Adam(6, LEARNING_RATE, BETA1, BETA2, EPSILON), Adam(6, LEARNING_RATE, BETA1, BETA2, EPSILON)
+    parameters = generator.normal(size=6)
+    others = parameters.copy()
+    for gradient in generator.normal(size=(20, 6)):
+        adam.step(parameters, gradient + PENALTY * parameters)
+        _adam_step(others, gradient, mine.first, mine.second, np.arange(6), mine.next_size())
+    np.testing.assert_array_equal(others, parameters)
+    np.testing.assert_array_equal([mine.first, mine.second], [adam.first, adam.second])
+
+
+def test_reputations_of_the_absent_stay_as_they_are():
+    reputation, first, second = np.ones((3, 4))
+    slopes = np.array([0.5, -2.0, 1.0, 0.5])
+    _reputation_step(reputation, first, second, np.array([3, 1, 0, 3]), slopes, np.array([3, 1]), 0.1)
+    assert [column[[0, 2]].tolist() for column in (reputation, first, second)] == [[1.0, 1.0]] * 3
+    assert reputation[3] < reputation[1] < 1.0
+    assert first[3] == pytest.approx(1.0 + (1.0 - BETA1) * PENALTY)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_loop_is_compiled_once_rounds_have_begun(count, every):
+    """A loop that is called with other types than `load` has called it with is compiled then, and all wait."""
+    rule = Master(True, 5)
+    generator = np.random.default_rng(8)
+    for view in noisy_rounds(12, [1.0] * count, every=every):
+        usable = (generator.random(count) < 0.8).tolist()
+        weights(rule, [view, replace(view, usable=tuple(usable))])
+    coefficients = np.ones(count) / count
+    weights(rule, [round_view(24, np.ones((count, 4)), V, momentum=V, coefficients=coefficients)])
+    rule.learn()
+    loops = [loop for module in (alarm, evidence, fitting, master) for loop in vars(module).values()]
+    loops = [loop for loop in loops if hasattr(loop, "signatures")]
+    assert {loop.__name__: len(loop.signatures) for loop in loops} == {loop.__name__: 1 for loop in loops}
+    assert len(loops) == 9
 
 
 def test_reasons_are_those_of_the_evidence_unless_the_network_overrules_it():

@@ -44,15 +44,6 @@ def test_the_gradient_is_the_slope_of_the_loss(sizes):
         assert gradient[place] == pytest.approx((above - below) / 2e-6, rel=1e-4, abs=1e-6)
 
 
-def test_adam_leaves_other_rows_alone():
-    adam = Adam(4, 0.1)
-    parameters = np.ones(4)
-    adam.step(parameters, np.array([1.0, -2.0]), np.array([3, 1]))
-    assert parameters[[0, 2]].tolist() == [1.0, 1.0]
-    assert adam.first[[0, 2]].tolist() == adam.second[[0, 2]].tolist() == [0.0, 0.0]
-    assert parameters[3] < 1.0 < parameters[1]
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forward_backward_and_adam_equal_a_tensorflow_graph(sizes):
