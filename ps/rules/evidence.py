@@ -5,8 +5,8 @@ in units of tau: A_ij = <g_i, g_j> / (max(n_i, tau) max(n_j, tau)) and b_i = <g_
 running means are fitted by non-negative least squares, "how much of each worker is needed to rebuild the
 validator's gradient", and whoever is needed at least 30 % as much as the best is trusted fully. The fit, rather
 than the cosine alone, lets workers with unlike data keep equal weights; the memory outlasts rounds in which the
-validator's gradient is mostly noise. Where no validator takes part, trust follows the claimed accuracy: that
-helps against honest faults, never against liars.
+validator's gradient is mostly noise. Copies of one gradient share one weight. Where no validator takes part, trust
+follows the claimed accuracy: that helps against honest faults, never against liars.
 
 A memory follows only as far as recent agreements stand out of their noise; that of a worker whose gradients
 suddenly grow is cut short. Norms are clipped to a bound that follows validator's and trusted median norm.
@@ -25,7 +25,7 @@ from ps.rules.alarm import FIELDS as ALARM_FIELDS
 from ps.rules.alarm import Alarm, changed
 from ps.rules.claims import CLAIM_RATE, CLAIM_WARM_UP, claimed_accuracies, trust_by_claims
 from ps.rules.compiling import compiled, load
-from ps.rules.fitting import nonnegative_fit, off_diagonal_of_rank_one
+from ps.rules.fitting import copies_of, nonnegative_fit, off_diagonal_of_rank_one
 from ps.rules.geometry import weighted_median
 from ps.rules.ledger import Ledger, Matrix, Rows, Vector
 from ps.rules.rule import Decision, Need, RoundView
@@ -282,7 +282,8 @@ class Evidence:
     def weigh(self, standing: Standing, view: RoundView, logits: Vector) -> Decision:
         """Turn the logits of trust [U] into the decision.
 
-        Weights are the sigmoids, without those under `SHARE_CUT` of the largest, divided by their sum. If nobody
+        Weights are the sigmoids, without those under `SHARE_CUT` of the largest, divided by their sum; where a
+        validator judges and all inner products are known, copies of one gradient share the weight of one. If nobody
         is trusted, those present keep the weights that they had; if these are next to nothing, those who were
         never judged share equally; if there are none either, the round is void, unless nobody else was ever known.
         """
@@ -290,11 +291,14 @@ class Evidence:
             return Decision(np.zeros(len(view.usable)), np.ones(len(view.usable)))
         shares = 1.0 / (1.0 + np.exp(-logits)) if standing.judged else np.ones(standing.rows.size)
         largest = float(shares.max())
-        kept = shares * (shares >= SHARE_CUT * largest) if largest >= HOPELESS_SHARE else self._kept(standing.rows)
+        counted, foremost = shares >= SHARE_CUT * largest, shares >= 0.5 * largest
+        if standing.exact and standing.judged and self._validated:
+            shares = shares / copies_of(standing.gram, counted)
+        kept = shares * counted if largest >= HOPELESS_SHARE else self._kept(standing.rows)
         total = float(kept.sum())
         if total > 0.0:
             kept /= total
-        decision = self.settle(standing, view, kept, shares * (shares >= 0.5 * largest))
+        decision = self.settle(standing, view, kept, shares * foremost)
         if standing.judged:
             return decision
         return replace(decision, fallback="no validator has sent a gradient yet: the clipped mean was applied")

@@ -1,14 +1,19 @@
-"""Small exact pieces of the evidence rule: a non-negative fit, a guess at inner products."""
+"""Small exact pieces of the evidence rule: a non-negative fit, a guess at inner products, who copies whom."""
 
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ps.rules.compiling import compiled, load
 from ps.rules.ledger import Matrix, Vector
 
 SWEEPS = 60
 """Passes over all workers in a fit; for the matrices at hand a few more change nothing that matters."""
+
+COPY = 0.99
+"""Cosine from which on one gradient is a copy of another. Different batches stay below it: on Fashion-MNIST honest
+cosines are at most 0.80 with batches of 32, 0.94 with 256 and 0.988 with 1,024, all at the first step."""
 
 _RANK_ONE_ROUNDS = 8
 
@@ -79,3 +84,18 @@ def off_diagonal_of_rank_one(sums: Vector, parts: Vector, lengths: Vector) -> Ma
     guess = np.outer(along, along)
     np.fill_diagonal(guess, lengths * lengths)
     return guess
+
+
+def copies_of(gram: Matrix, counted: NDArray[np.bool_]) -> Vector:
+    """Return how many of the counted gradients are the same as each but for their length, [n], at least 1.
+
+    A gradient is its own copy; one of length 0 is nobody's.
+
+    Args:
+        gram: [n, n], inner products of the gradients.
+        counted: [n], whose copies count.
+    """
+    lengths = np.sqrt(np.diagonal(gram))
+    limits = COPY * lengths * lengths[:, None]
+    alike = (gram >= limits) & (limits > 0.0)
+    return np.maximum(alike.astype(np.float64) @ counted, 1.0)

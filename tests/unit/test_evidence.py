@@ -11,7 +11,7 @@ from protocol.errors import LocalProtocolError
 from ps.rules.alarm import LASTS, ODD_ROUNDS
 from ps.rules.claims import CLAIM_WARM_UP
 from ps.rules.evidence import Evidence
-from ps.rules.fitting import nonnegative_fit, off_diagonal_of_rank_one
+from ps.rules.fitting import copies_of, nonnegative_fit, off_diagonal_of_rank_one
 from ps.rules.geometry import weighted_median
 from ps.rules.master import Master
 
@@ -60,6 +60,40 @@ def test_a_worker_that_is_needed_less_but_well_keeps_full_weight():
 def test_a_zero_gradient_earns_nothing():
     *_, last = decide_all(Evidence(True), (round_view(step, [V, 0 * V, V], V) for step in range(5)))
     np.testing.assert_allclose(last.weights, [0.5, 0, 0.5], atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [Evidence, lambda validated: Master(validated, 0)])
+def test_copies_of_one_gradient_share_the_weight_of_one(make):
+    # All are needed, so all are trusted; the length of a copy does not matter.
+    gradients = np.eye(4)[[0, 1, 2, 2]] * [[1.0], [1.0], [1.0], [2.0]]
+    decision = make(True).decide(round_view(0, gradients, np.array([1.0, 1.0, 1.0, 0.0])))
+    np.testing.assert_allclose(decision.weights, [1 / 3, 1 / 3, 1 / 6, 1 / 6])
+
+
+def test_four_who_push_the_same_have_no_majority():
+    # Hidden as "a little is enough" hides: well aligned, and longer than the only honest gradient.
+    hidden = 2.0 * (V + 0.8 * ACROSS)
+    decision = Evidence(True).decide(round_view(0, [V - 0.3 * ACROSS, *[hidden] * 4], V))
+    assert decision.weights[0] >= 0.5
+    np.testing.assert_allclose(decision.weights[1:], decision.weights[1], rtol=0.1)
+
+
+def test_copies_that_keep_their_last_weights_are_not_halved_again():
+    rule = Evidence(True)
+    gradients = np.eye(4)[[0, 1, 1]]
+    for step in range(3):
+        decision = rule.decide(round_view(step, gradients, gradients[0] + gradients[1]))
+    rule.ledger["trust"][:] = -1.0  # nobody is trusted any more
+    kept = rule.decide(round_view(3, gradients, gradients[0], fresh=False))
+    np.testing.assert_allclose(kept.weights, decision.weights)
+
+
+def test_copies_are_counted_among_those_who_count():
+    near = np.array([0.98, math.sqrt(1 - 0.98**2), 0.0, 0.0])
+    gradients = np.array([V, 3 * V, -V, 0 * V, 0 * V, near])
+    gram = gradients @ gradients.T
+    np.testing.assert_array_equal(copies_of(gram, np.full(6, True)), [2, 2, 1, 1, 1, 1])
+    np.testing.assert_array_equal(copies_of(gram, np.array([True, False, True, True, True, True])), np.ones(6))
 
 
 def test_trust_outlasts_rounds_without_a_validator():
