@@ -1,8 +1,8 @@
 """Taking a payload off a socket: blocks are received, their gaps zeroed and their values measured in one loop.
 
 The loop runs outside the interpreter and releases the GIL, so that many sessions receive at once, and between two
-blocks nothing waits for another thread. It takes only what needs no judgement. Whatever else happens on a socket (an
-end, an error, silence) is left to the caller, who meets it when it receives the next byte itself.
+blocks nothing waits for another thread. It takes only what needs no judgement. Whatever else happens on a socket
+(an end, an error, silence) is left to the caller, who meets it when it receives the next byte itself.
 """
 
 import numpy as np
