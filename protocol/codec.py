@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Container, Iterable, Iterator
 from enum import StrEnum
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgpack
 
@@ -149,4 +149,4 @@ def _make_shape(cls: type[Message]) -> _Shape:
     enums = {
         name: hints[name] for name in names if isinstance(hints[name], type) and issubclass(hints[name], StrEnum)
     }
-    return _Shape(dict.fromkeys(names), enums, tuple(name for name in names if name == "codecs"))
+    return _Shape(dict.fromkeys(names), enums, tuple(name for name in names if get_origin(hints[name]) is tuple))

@@ -93,7 +93,7 @@ class Link:
 
         Args:
             message: what to say.
-            payload: buffers of the payload in order; together exactly what the layout says.
+            payload: flat buffers of bytes, in order; together exactly what the layout says.
             midway: called when half of the payload has been sent.
 
         Raises:
@@ -103,9 +103,8 @@ class Link:
         with self._sending:
             announced = self.connection.payload_of(message.KIND)
             size_bytes = sum(map(len, payload))
-            if size_bytes != announced:  # flat buffers of bytes are taken as they are, others are looked at
-                payload = [memoryview(buffer).cast("B") for buffer in payload if len(buffer)]
-                size_bytes = sum(map(len, payload))
+            if not all(map(_is_flat, payload)):
+                raise LocalProtocolError(f"a {message.KIND.name} payload must be sent as flat buffers of bytes")
             if size_bytes != announced:
                 raise LocalProtocolError(
                     f"a {message.KIND.name} payload of {size_bytes} bytes cannot be sent; it must be {announced}"
@@ -171,7 +170,7 @@ class Link:
                 return piece
 
     def receive_payload(
-        self, view: memoryview, intake: "Intake | None" = None, midway: Callable[[], object] | None = None
+        self, view: memoryview, intake: Intake | None = None, midway: Callable[[], object] | None = None
     ) -> None:
         """Receive the payload of the last message straight into place.
 
@@ -251,6 +250,11 @@ class Link:
 
 
 Buffers = list[memoryview | bytes]
+
+
+def _is_flat(buffer: memoryview | bytes) -> bool:
+    """Say whether the length of a buffer is its number of bytes."""
+    return type(buffer) is bytes or (isinstance(buffer, memoryview) and buffer.format == "B" and buffer.ndim == 1)
 
 
 def _split(buffers: Sequence[memoryview | bytes], at: int) -> tuple[Buffers, Buffers]:

@@ -323,8 +323,7 @@ class Session(threading.Thread):
             self._server.settle()
             if not self.link.wait(self._tick_s, self._wake):
                 self._wake.clear()
-                if not self._outbox:
-                    self._keep_alive()
+                self._keep_alive()
                 continue
             message = self.link.receive()
             match message:

@@ -5,10 +5,14 @@ logarithms and products of matrices stay with NumPy, whose last bits would be ot
 called, which takes a while: whoever has loops calls each once, by `load`, before anybody waits.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+
+MOST_NESTED = 8
+"""Loops that one may contain, itself included: each that cannot be kept on disk costs another attempt."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -27,7 +31,8 @@ def compiled(function: _Function) -> _Function:
 
 def load(loop: Callable[..., Any], *arguments: Any) -> None:
     """Call a loop with arguments of the types to come, so that it is loaded from the cache, or compiled."""
-    try:
-        loop(*arguments)
-    except OSError:  # compiled, but numba's cache on disk is full or not ours to write
-        loop(*arguments)
+    for _ in range(MOST_NESTED):
+        with contextlib.suppress(OSError):  # compiled, but numba's cache on disk is full or not ours to write
+            loop(*arguments)
+            return
+    loop(*arguments)

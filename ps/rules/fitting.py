@@ -92,7 +92,7 @@ def copies_of(gram: Matrix, counted: NDArray[np.bool_]) -> Vector:
     A gradient is its own copy; one of length 0 is nobody's.
 
     Args:
-        gram: [n, n], inner products of the gradients.
+        gram: [n, n], inner products of the gradients; the diagonal is at least 0.
         counted: [n], whose copies count.
     """
     lengths = np.sqrt(np.diagonal(gram))

@@ -21,6 +21,9 @@ from ps.rules.ledger import Matrix, Rows, Vector
 from ps.rules.network import Activation, Adam, TwoLayerNetwork
 from ps.rules.rule import Decision, Need, RoundView
 
+Serials = NDArray[np.int64]
+"""Numbers of names in the ledger, never used twice."""
+
 FEATURES = (
     "the length of its gradient",
     "the shortness of its gradient",
@@ -60,8 +63,6 @@ FIELDS: Mapping[str, float] = {"habit": np.nan, "reputation": 0.0, "first": 0.0,
 """Remembered by name beside the evidence: running mean of the agreement, reputation, its two Adam moments."""
 
 
-Serials = NDArray[np.int64]
-
 _SHORTEST = math.exp(-3.0)
 """Length in units of tau from which on a gradient is as short as can be told."""
 _NO_LENGTH = 1e-150
@@ -84,6 +85,7 @@ class Master:
         self.network = TwoLayerNetwork(len(FEATURES), HIDDEN, 1, activation=Activation.TANH, output_bias=False)
         start = np.random.Generator(np.random.Philox(key=[seed, 0]))
         self.network.hidden_kernel[:] = start.normal(0.0, len(FEATURES) ** -0.5, self.network.hidden_kernel.shape)
+        # These hold moments and sizes of steps; the steps themselves are those of `_adam_step`.
         self._adam = Adam(self.network.parameters.size, LEARNING_RATE, BETA1, BETA2, EPSILON)
         self._all_parameters = np.arange(self.network.parameters.size)
         self._memory = _Memory(MEMORY)

@@ -40,7 +40,8 @@ class UserMaster(Master):
     evidence and s_i = sigmoid(8 (e_i - 1/2)), the built-in network's loss `beta_i^2 BCE(p_i, [beta_i > 0]) +
     BCE(p_i, s_i)` is least at `p_i = (beta_i^2 [beta_i > 0] + s_i) / (beta_i^2 + 1)`. These shares, without those
     under a tenth of the largest, divided by their sum, are the target t; the loss is `sum_i (w_i - t_i)^2`. Where
-    the validator is silent, t is what the evidence rule decides.
+    the validator is silent, t is what the evidence rule decides, but that copies do not share one weight here: how
+    many push the same is for the function to see (sixth feature).
 
     Cost of a round beside `Master`'s: five runs of the graph, some tenths of a millisecond each.
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from protocol.transport import WAIT_FOR_ALL
 from ps.storage import kernels
 
-BLOCKS_AT_ONCE = 8
-"""Most blocks that `drain` receives before the interpreter has a look: who receives from a slow peer stays known
-to be alive."""
+BLOCKS_AT_ONCE = 4
+"""Most blocks that `drain` receives before the interpreter has a look, and notes that the peer is alive: each may
+take as long as the time-out of the socket."""
 
 _receive = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))
 """The C library's `recv`."""

@@ -6,6 +6,7 @@ All kernels release the GIL. The first use of a kernel in a process loads it fro
 (seconds): call `warm_up` before anybody waits.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+MOST_NESTED = 8
+"""Kernels that one may contain, itself included: each that cannot be kept on disk costs another attempt."""
 
 BLOCK_BYTES = 1 << 14
 """Bytes summed over all gradients before they are applied: they stay in the L1 cache."""
@@ -292,9 +296,14 @@ def warm_up(update: str, dtypes: Iterable[str] = ("float32",)) -> None:
 
 
 def load(calls: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Make each call, so that its kernel is loaded from numba's cache, or compiled and kept there if possible."""
+    """Make each call, so that its kernel is loaded from numba's cache, or compiled and kept there if possible.
+
+    (`ps.rules.compiling` has the same for the loops of rules: of the two packages neither imports the other.)
+    """
     for kernel, arguments in calls:
-        try:
-            kernel(*arguments)
-        except OSError:  # compiled, but numba's cache on disk is full or not ours to write
+        for _ in range(MOST_NESTED):
+            with contextlib.suppress(OSError):  # compiled, but numba's cache on disk is full or not ours to write
+                kernel(*arguments)
+                break
+        else:
             kernel(*arguments)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 import threading
 
 import numpy as np
@@ -29,11 +30,14 @@ LAYOUT = Layout.of(
 
 @pytest.fixture
 def pair():
-    """Two ends of a connection that blocks for a second at most."""
+    """Two ends of a connection on which a byte is waited for as long as it takes."""
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (1).to_bytes(8, "little") + bytes(8))
     with ours, theirs:
         yield ours, theirs
+
+
+def time_out_soon(ours):
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 50_000))
 
 
 def payload(seed=0, gap=0xFF):
@@ -134,12 +138,18 @@ def test_a_block_that_is_not_whole_is_left_to_the_caller(pair):
     ours, theirs = pair
     data = payload()
     intake, row = receiver()
-    part = BLOCK_BYTES + BLOCK_BYTES // 2 + 13
-    thread = sending(theirs, data[:part])
-    assert intake.drain(ours.fileno(), 0) == part  # after the time-out of the socket
+    thread = sending(theirs, data[:BLOCK_BYTES])
+    row[:BLOCK_BYTES] = data[:BLOCK_BYTES]
+    assert ours.recv_into(row[:BLOCK_BYTES], 0, socket.MSG_WAITALL) == BLOCK_BYTES
+    intake.received(intake.block_ends[0])
     thread.join()
+    theirs.sendall(data[BLOCK_BYTES : BLOCK_BYTES + 13])
+    time_out_soon(ours)
+    start = intake.drain(ours.fileno(), BLOCK_BYTES)
+    assert start == BLOCK_BYTES + 13
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
     end = intake.block_ends[1]
-    row[part:end] = data[part:end]
+    row[start:end] = data[start:end]
     intake.received(end)
     thread = sending(theirs, data[end:])
     start = end
@@ -153,10 +163,11 @@ def test_a_block_that_comes_in_two_parts_is_judged_once(pair):
     ours, theirs = pair
     data = payload()
     intake, row = receiver()
-    thread = sending(theirs, data[:1000])
+    theirs.sendall(data[:1000])
+    time_out_soon(ours)
     start = intake.drain(ours.fileno(), 0)
-    thread.join()
     assert start == 1000
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
     thread = sending(theirs, data[1000:])
     while start < LAYOUT.payload_bytes:
         start = intake.drain(ours.fileno(), start)
@@ -169,8 +180,8 @@ def test_after_a_restart_nothing_is_left_of_what_came_before(pair):
     bad = payload()
     bad[: 4 * 10].view(np.float32)[:] = np.inf
     intake, row = receiver()
-    thread = sending(theirs, bad[: 2 * BLOCK_BYTES])
-    assert intake.drain(ours.fileno(), 0) == 2 * BLOCK_BYTES
+    thread = sending(theirs, bad[: BLOCKS_AT_ONCE * BLOCK_BYTES])
+    assert intake.drain(ours.fileno(), 0) == BLOCKS_AT_ONCE * BLOCK_BYTES
     thread.join()
     intake.restart()
     data = payload(1)
@@ -185,6 +196,7 @@ def test_where_nothing_comes_nothing_moves(pair, end):
     ours, theirs = pair
     intake, row = receiver()
     before = row.tobytes()
+    time_out_soon(ours)
     descriptor = ours.fileno()
     if end == "closed":
         theirs.close()
