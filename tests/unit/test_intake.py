@@ -10,7 +10,7 @@ import pytest
 
 from protocol.arena import Arena, aligned_empty
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.storage.intake import BLOCKS_AT_ONCE
+from ps.storage.intake import BLOCKS_AT_ONCE, drain, judge, warm_up
 from ps.storage.receiver import BLOCK_BYTES, Blocks, Receiver
 
 BIG = BLOCK_BYTES // 4 * (BLOCKS_AT_ONCE + 2) + 7
@@ -189,6 +189,19 @@ def test_after_a_restart_nothing_is_left_of_what_came_before(pair):
     drained(ours, intake)
     thread.join()
     assert (intake.finish(), row.tobytes()) == told(data)
+
+
+def test_nothing_is_compiled_once_pushes_come(pair):
+    ours, theirs = pair
+    warm_up()
+    before = (len(drain.signatures), len(judge.signatures))
+    data = payload()
+    intake, _ = receiver()
+    thread = sending(theirs, data)
+    drained(ours, intake)
+    thread.join()
+    told(data)
+    assert (len(drain.signatures), len(judge.signatures)) == before
 
 
 @pytest.mark.parametrize("end", ["closed", "silent", "no socket"])

@@ -107,16 +107,10 @@ def test_a_sum_of_squares_does_not_lose_small_values_among_many():
     assert kernels.sum_of_squares(array) == pytest.approx(exact, rel=1e-10, abs=0)
 
 
-def test_only_the_given_ranges_are_zeroed():
-    row = np.arange(1, 11, dtype=np.uint8)
-    kernels.zero_ranges(row, np.array([1, 7]), np.array([3, 10]))
-    assert row.tolist() == [1, 0, 0, 4, 5, 6, 7, 0, 0, 0]
-
-
 @pytest.mark.parametrize("update", kernels.UPDATES)
 def test_nothing_is_compiled_after_the_warm_up(update):
     kernels.warm_up(update, DTYPES)
-    used = (kernels.UPDATES[update], kernels.add_weighted, kernels.sum_of_squares, kernels.zero_ranges)
+    used = (kernels.UPDATES[update], kernels.add_weighted, kernels.sum_of_squares)
     before = [len(kernel.signatures) for kernel in used]
     for dtype in DTYPES:
         rows, old, moments = problem(dtype, 2, 2, count=64)
