@@ -31,7 +31,7 @@ from ps.rules.master import Master
 from ps.rules.rule import Rule
 from ps.settings.combinations import RULES_OF_MEANS
 from ps.settings.config import ServerConfig
-from ps.storage import intake, kernels, reductions
+from ps.storage import kernels, reductions
 from ps.storage.optimizers import SGD, Adam, AdamW, Optimizer
 from ps.storage.schedules import Constant, Cosine, ExponentialDecay, Schedule, WarmUp
 from ps.storage.store import Store
@@ -209,7 +209,6 @@ def make_ensemble(config: ServerConfig, initial_values: dict[str, NDArray[Any]] 
 def warm_up(config: ServerConfig, dtype: str) -> None:
     """Load the kernels that a run on this dtype will need, or compile them: the first time that takes some 20 s."""
     kernels.warm_up(make_optimizer(config).kernel, (dtype,))
-    intake.warm_up()
     if config.aggregation not in RULES_OF_MEANS:
         reductions.warm_up((dtype,))
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import LocalProtocolError
 from protocol.tensors import FLOATING, Kind, Layout
-from ps.storage import intake, kernels
+from ps.storage import kernels
 
 BLOCK_BYTES = 1 << 18
 """A gradient is checked in blocks of this size as it arrives: small enough for the cache of one core."""
@@ -44,7 +44,7 @@ class Blocks:
 
     Attributes:
         ends: of the blocks in bytes: multiples of 64.
-        plan: what `intake.judge` needs to know of them: gaps of each, and floating stretches.
+        plan: what `kernels.judge` needs to know of them: gaps of each, and floating stretches.
     """
 
     ends: tuple[int, ...]
@@ -108,7 +108,7 @@ class Receiver:
         """
         if self._done == len(self.block_ends) or self.block_ends[self._done] != end:
             raise LocalProtocolError(f"byte {end} is not where block {self._done} of a push ends")
-        intake.judge(self._row, self._done, *self._judging)
+        kernels.judge(self._row, self._done, *self._judging)
         self._done += 1
 
     def drain(self, descriptor: int, start: int) -> int:
@@ -118,7 +118,7 @@ class Receiver:
             descriptor: of the socket.
             start: the byte that is due; blocks before the one that it is in have been received.
         """
-        start = intake.drain(descriptor, self._row, start, self._done, *self._draining)
+        start = kernels.drain(descriptor, self._row, start, self._done, *self._draining)
         self._done = bisect_right(self.block_ends, start)
         return start
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from protocol.arena import aligned_empty
 from protocol.errors import ConfigurationError, LocalProtocolError
 from protocol.tensors import FLOATING, ITEM_BYTES, Kind, Layout, Manifest, Run, numpy_dtype
-from ps.storage import intake, kernels, reductions
+from ps.storage import kernels, reductions
 from ps.storage.comparison import Comparison
 from ps.storage.receiver import COMPUTED, Blocks, Receiver, first_not_finite
 from ps.storage.runs import (
@@ -71,7 +71,6 @@ class Store:
         self.config = config
         optimizer = config.optimizer
         kernels.warm_up(optimizer.kernel, sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
-        intake.warm_up()
         if config.reductions:
             reductions.warm_up(sorted({run.dtype for run in layout.runs} & set(COMPUTED)))
         self._blocks = Blocks.of(layout)

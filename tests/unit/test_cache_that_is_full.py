@@ -17,11 +17,10 @@ print("ready")
 @pytest.mark.parametrize(
     "call",
     [
-        "from ps.storage import intake; intake.warm_up()",
         "from ps.storage import kernels; kernels.warm_up('sgd')",
         "from ps.rules.master import Master; Master(True, 0)",
     ],
-    ids=["receiving", "updates", "the master"],
+    ids=["the store", "the master"],
 )
 def test_a_cache_that_is_full_costs_time_and_no_more(call, tmp_path):
     """A limit on the size of files stands for a disk without room."""

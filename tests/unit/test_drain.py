@@ -10,7 +10,7 @@ import pytest
 
 from protocol.arena import Arena, aligned_empty
 from protocol.tensors import Kind, Layout, Manifest, VariableSpec
-from ps.storage.intake import BLOCKS_AT_ONCE, drain, judge, warm_up
+from ps.storage.kernels import BLOCKS_AT_ONCE, drain, judge, warm_up
 from ps.storage.receiver import BLOCK_BYTES, Blocks, Receiver
 
 BIG = BLOCK_BYTES // 4 * (BLOCKS_AT_ONCE + 2) + 7
@@ -193,7 +193,7 @@ def test_after_a_restart_nothing_is_left_of_what_came_before(pair):
 
 def test_nothing_is_compiled_once_pushes_come(pair):
     ours, theirs = pair
-    warm_up()
+    warm_up("sgd")
     before = (len(drain.signatures), len(judge.signatures))
     data = payload()
     intake, _ = receiver()
