@@ -6,8 +6,8 @@ All kernels release the GIL. The first use of a kernel in a process loads it fro
 (seconds): call `warm_up` before anybody waits.
 
 `drain` takes a payload off its socket and measures it in one such loop, so that many sessions receive at once. It
-takes only what needs no judgement: whatever else happens on a socket (an end, an error, silence) its caller meets when
-it receives the next byte itself. It stands beside the sum that it needs, since numba finds a kernel that it has kept
+takes only what needs no judgement: whatever else happens on a socket (an end, an error, silence) its caller meets
+when it receives the next byte itself. It stands beside the sum that it needs: numba finds a kernel that it kept
 stale only when the kernel's own file changes.
 """
 
